@@ -1,0 +1,1 @@
+"""Triton kernels of the draft loop, one file each, each with its plain-torch reference beside it."""

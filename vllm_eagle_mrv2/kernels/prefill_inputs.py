@@ -1,0 +1,169 @@
+"""Inputs of the draft prefill from the target's batch, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _prefill_inputs_kernel(
+    # target's batch
+    target_input_ids_ptr,
+    target_positions_ptr,
+    target_query_start_loc_ptr,
+    target_seq_lens_ptr,
+    target_idx_mapping_ptr,
+    num_sampled_ptr,
+    num_rejected_ptr,
+    last_sampled_ptr,
+    next_prefill_tokens_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    # draft's buffers
+    input_ids_ptr,
+    positions_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    idx_mapping_ptr,
+    draft_temperature_ptr,
+    draft_seeds_ptr,
+    last_token_indices_ptr,
+    sample_positions_ptr,
+    draft_step_ptr,
+    num_reqs,
+    max_num_reqs,
+    SAMPLE_OFFSET: tl.constexpr,
+    DUMMY_RUN: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    if row == num_reqs:
+        # The last program pads what a replayed graph reads beyond the live requests.
+        end = tl.load(target_query_start_loc_ptr + num_reqs)
+        for start in range(num_reqs, max_num_reqs + 1, BLOCK):
+            padded = start + lanes
+            tl.store(query_start_loc_ptr + padded, end, mask=padded < max_num_reqs + 1)
+            inside = padded < max_num_reqs
+            tl.store(seq_lens_ptr + padded, 0, mask=inside)
+            if PAD:
+                tl.store(last_token_indices_ptr + padded, 0, mask=inside)
+            tl.store(sample_positions_ptr + padded, 0, mask=inside)
+            tl.store(idx_mapping_ptr + padded, -1, mask=inside)
+        tl.store(draft_step_ptr, 0)
+        return
+
+    start = tl.load(target_query_start_loc_ptr + row)
+    length = tl.load(target_query_start_loc_ptr + row + 1) - start - tl.load(num_rejected_ptr + row)
+    state = tl.load(target_idx_mapping_ptr + row).to(tl.int64)
+    tl.store(query_start_loc_ptr + row, start)
+    tl.store(seq_lens_ptr + row, tl.load(target_seq_lens_ptr + row))
+
+    # Every token moves one place to the left; the place that becomes free at the end takes the token that follows.
+    for offset in range(0, length, BLOCK):
+        token = offset + lanes
+        inside = token < length
+        shifted = tl.load(target_input_ids_ptr + start + token + 1, mask=token + 1 < length, other=0)
+        tl.store(input_ids_ptr + start + token, shifted, mask=token + 1 < length)
+        tl.store(
+            positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside
+        )
+    last = start + length - 1
+    # A request in the middle of its prompt sampled nothing: its next prompt token follows.
+    if tl.load(num_sampled_ptr + row) > 0:
+        tl.store(input_ids_ptr + last, tl.load(last_sampled_ptr + state).to(tl.int32))
+    else:
+        tl.store(input_ids_ptr + last, tl.load(next_prefill_tokens_ptr + state).to(tl.int32))
+    tl.store(last_token_indices_ptr + row, last)
+    tl.store(sample_positions_ptr + row, tl.load(target_positions_ptr + last) + SAMPLE_OFFSET)
+
+    if DUMMY_RUN:
+        # A dummy batch names slots of live requests; -1 keeps it away from their state.
+        tl.store(idx_mapping_ptr + row, -1)
+    else:
+        tl.store(idx_mapping_ptr + row, state)
+        tl.store(draft_temperature_ptr + state, tl.load(temperature_ptr + state))
+        tl.store(draft_seeds_ptr + state, tl.load(seeds_ptr + state))
+
+
+def prepare_prefill_inputs(
+    buffers: DraftBuffers, batch: DraftBatch, *, sample_offset: int = 0, pad_last_token_indices: bool = True
+) -> None:
+    """Fill the draft's buffers for the draft prefill of a batch.
+
+    A draft sees the same tokens as the target, one place to the left (EAGLE, arXiv 2401.15077): row ``i`` of the
+    batch with tokens ``t[0..n)`` of which the last ``num_rejected[i]`` were rejected gets ``t[1..n')`` and then the
+    token that follows.  Rejected places keep what they held, no live row reads them.  Beyond the live requests
+    ``query_start_loc`` repeats its last value, ``seq_lens`` and ``last_token_indices`` are 0 (#39773) and
+    ``idx_mapping`` is -1, so that a padded row of a replayed graph touches no request.
+
+    Args:
+        buffers: the draft's buffers, written.
+        batch: the target's batch, read.
+        sample_offset: what this release's sampler adds to a position to key its random numbers (0 or 1).
+        pad_last_token_indices: off only where ``full_decode_only`` is disabled.
+    """
+    _prefill_inputs_kernel[(batch.num_reqs + 1,)](
+        batch.input_ids,
+        batch.positions,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.idx_mapping,
+        batch.num_sampled,
+        batch.num_rejected,
+        batch.last_sampled,
+        batch.next_prefill_tokens,
+        batch.temperature,
+        batch.seeds,
+        buffers.input_ids,
+        buffers.positions,
+        buffers.query_start_loc,
+        buffers.seq_lens,
+        buffers.idx_mapping,
+        buffers.temperature,
+        buffers.seeds,
+        buffers.last_token_indices,
+        buffers.sample_positions,
+        buffers.draft_step,
+        batch.num_reqs,
+        buffers.max_num_reqs,
+        SAMPLE_OFFSET=sample_offset,
+        DUMMY_RUN=batch.dummy_run,
+        PAD=pad_last_token_indices,
+        BLOCK=_BLOCK,
+    )
+
+
+def prepare_prefill_inputs_reference(buffers: DraftBuffers, batch: DraftBatch, *, sample_offset: int = 0) -> None:
+    """`prepare_prefill_inputs` in plain torch."""
+    live = batch.num_reqs
+    for row in range(live):
+        start = int(batch.query_start_loc[row])
+        end = int(batch.query_start_loc[row + 1]) - int(batch.num_rejected[row])
+        state = int(batch.idx_mapping[row])
+        sampled = int(batch.num_sampled[row]) > 0
+        following = batch.last_sampled.view(-1)[state] if sampled else batch.next_prefill_tokens.view(-1)[state]
+        buffers.input_ids[start : end - 1] = batch.input_ids[start + 1 : end]
+        buffers.input_ids[end - 1] = following
+        buffers.positions[start:end] = batch.positions[start:end]
+        buffers.last_token_indices[row] = end - 1
+        buffers.sample_positions[row] = batch.positions[end - 1] + sample_offset
+        buffers.idx_mapping[row] = -1 if batch.dummy_run else state
+        if not batch.dummy_run:
+            buffers.temperature[state] = batch.temperature[state]
+            buffers.seeds[state] = batch.seeds[state]
+    buffers.query_start_loc[: live + 1] = batch.query_start_loc[: live + 1]
+    buffers.query_start_loc[live:] = batch.query_start_loc[live]
+    buffers.seq_lens[:live] = batch.seq_lens[:live]
+    buffers.seq_lens[live:] = 0
+    buffers.last_token_indices[live:] = 0
+    buffers.sample_positions[live:] = 0
+    buffers.idx_mapping[live:] = -1
+    buffers.draft_step.fill_(0)

@@ -1,0 +1,219 @@
+"""The method ``eagle_mrv2`` in a speculative configuration.
+
+vLLM switches on the name of the method in a hundred places, and its schema admits no other names.  So the name is
+translated into the stock one (``eagle``, ``eagle3`` or ``mtp``) before vLLM sees it, and a `Request` rides on the
+resulting configuration as the marker that our speculator was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.options import Options
+
+METHOD = "eagle_mrv2"
+MARKER = "_eagle_mrv2_request"
+Family = Literal["eagle", "eagle3", "mtp"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+
+# An EAGLE-1 head is published under the architecture of its target, so a whole model and a head look alike but for
+# their depth.  No published head has more layers than this.
+_MAX_HEAD_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for; it is pickled with the configuration into every engine and worker process."""
+
+    family: Family
+    options: Options
+
+
+def request_of(speculative_config: object) -> Request | None:
+    """The request that rides on a ``SpeculativeConfig``, or None where ``eagle_mrv2`` was not asked for."""
+    request = getattr(speculative_config, "__dict__", {}).get(MARKER)
+    return request if isinstance(request, Request) else None
+
+
+def mark(speculative_config: object, request: Request) -> None:
+    """Attach a request to a ``SpeculativeConfig``."""
+    speculative_config.__dict__[MARKER] = request
+
+
+def is_ours(method: object) -> bool:
+    """Whether a method's name is ``eagle_mrv2``, with a forced family or without."""
+    return isinstance(method, str) and (method == METHOD or method.startswith(METHOD + ":"))
+
+
+def names() -> tuple[str, ...]:
+    """Every spelling of the method that a user can write."""
+    return (METHOD, *(f"{METHOD}:{family}" for family in FAMILIES))
+
+
+def parse_short_form(text: str) -> dict[str, Any] | None:
+    """``method=eagle_mrv2,model=PATH,num_speculative_tokens=3`` as a dictionary.
+
+    Values are read as JSON where they are JSON (numbers, true, false, null) and as text otherwise.  Returns None
+    where the text is not this form, so that vLLM's own parser has its say.
+
+    Raises:
+        EagleMRV2Error: an item of a short form without a ``=``.
+    """
+    if "=" not in text.split(",", 1)[0] or text.lstrip().startswith(("{", "[")):
+        return None
+    items: dict[str, Any] = {}
+    for item in text.split(","):
+        key, equals, value = item.partition("=")
+        if not (equals and key.strip()):
+            if is_ours(items.get("method")):
+                raise EagleMRV2Error(
+                    f"'{item}' in --speculative-config is not key=value; write "
+                    f"method={METHOD},model=PATH,num_speculative_tokens=3, or JSON."
+                )
+            return None
+        try:
+            items[key.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            items[key.strip()] = value.strip()
+    return items if is_ours(items.get("method")) else None
+
+
+def translate(
+    speculative_config: Mapping[str, Any], target: str, options: Options
+) -> tuple[dict[str, Any], Request]:
+    """Turn a speculative configuration with our method into the stock one and the request for it.
+
+    Args:
+        speculative_config: the user's configuration, ``method`` being one of `names`.
+        target: path or hub name of the target model; an MTP head may live in it.
+        options: the validated options.
+
+    Raises:
+        EagleMRV2Error: no draft model, a checkpoint that is no EAGLE or MTP head, a K below 1.
+    """
+    config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    _, _, forced = config["method"].partition(":")
+    if forced and forced not in FAMILIES:
+        raise EagleMRV2Error(f"method={METHOD}:{forced} names no family; use one of {', '.join(names())}.")
+    tokens = config.get("num_speculative_tokens")
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+        raise EagleMRV2Error(
+            f"method={METHOD} needs num_speculative_tokens of at least 1 (given: {tokens!r}); 3 is a good start."
+        )
+    family: Family = (
+        next(known for known in FAMILIES if known == forced)
+        if forced
+        else detect_family(config.get("model"), target, config.get("revision"))
+    )
+    if tokens is None and family != "mtp":
+        raise EagleMRV2Error(f"method={METHOD} needs num_speculative_tokens; 3 is a good start.")
+    if config.get("model") is None and family != "mtp":
+        raise EagleMRV2Error(
+            f"method={METHOD} needs a draft model: set model in the speculative configuration to an EAGLE head."
+        )
+    config["method"] = family
+    return config, Request(family=family, options=options)
+
+
+def detect_family(model: str | None, target: str, revision: str | None = None) -> Family:
+    """The family of a draft, read from its checkpoint and never from its path.
+
+    Args:
+        model: path or hub name of the draft; None stands for a head inside the target.
+        target: path or hub name of the target.
+        revision: revision of the draft on the hub.
+
+    Raises:
+        EagleMRV2Error: the checkpoint cannot be read, or it is neither an EAGLE nor an MTP head.
+    """
+    if model is None:
+        if _has_mtp_layers(_read_config(target, None)):
+            return "mtp"
+        raise EagleMRV2Error(
+            f"method={METHOD} needs a draft model: {target} has no MTP layers of its own, "
+            "so set model in the speculative configuration to an EAGLE head."
+        )
+    config = _read_config(model, revision)
+    family = _family_of(config, _tensor_names(model))
+    if family is None and model == target and _has_mtp_layers(config):
+        family = "mtp"
+    if family is None:
+        raise EagleMRV2Error(
+            f"{model} is no EAGLE or MTP head (architectures: {_architectures(config)}, "
+            f"layers: {config.get('num_hidden_layers')}); give the path of one, "
+            f"or force its family with method={METHOD}:eagle, :eagle3 or :mtp."
+        )
+    return family
+
+
+def _family_of(config: Mapping[str, Any], tensors: frozenset[str] | None) -> Family | None:
+    speculators = config.get("speculators_model_type")
+    if speculators is not None:
+        return next((family for family in FAMILIES if family == speculators), None)
+    architectures = _architectures(config)
+    model_type = str(config.get("model_type", ""))
+    if any("eagle3" in name.lower() for name in architectures) or model_type == "eagle3":
+        return "eagle3"
+    if any(name.startswith("Eagle") for name in architectures) or model_type == "eagle":
+        return "eagle"
+    if any("MTP" in name or "NextN" in name for name in architectures) or model_type.endswith("mtp"):
+        return "mtp"
+    if config.get("draft_vocab_size") or "eagle_aux_hidden_state_layer_ids" in config or "eagle_config" in config:
+        return "eagle3"
+    if tensors is not None:
+        if any(name.rpartition(".")[2] in ("d2t", "t2d") or "midlayer." in name for name in tensors):
+            return "eagle3"
+        return "eagle" if any(name.endswith("fc.weight") for name in tensors) else None
+    layers = config.get("num_hidden_layers")
+    is_head = isinstance(layers, int) and layers <= _MAX_HEAD_LAYERS
+    return "eagle" if is_head and any(name.endswith("ForCausalLM") for name in architectures) else None
+
+
+def _has_mtp_layers(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_predict", "num_mtp_layers")
+    return any(part.get(key) for part in (config, text or {}) for key in keys)
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    return [str(name) for name in config.get("architectures") or []]
+
+
+def _read_config(model: str, revision: str | None) -> Mapping[str, Any]:
+    """``config.json`` of a local folder or of a hub model, through transformers' own cache and offline rules."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise EagleMRV2Error(
+            f"the configuration of the draft model {model} cannot be read ({reason}); "
+            "check the path, or download it first."
+        ) from error
+    if not config:
+        raise EagleMRV2Error(f"{model} has no config.json; give the path of an EAGLE or MTP head.")
+    return dict(config)
+
+
+def _tensor_names(model: str) -> frozenset[str] | None:
+    """Names of the tensors in a local safetensors checkpoint; None where there is none to look into."""
+    folder = Path(model)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return frozenset(json.loads(index.read_text())["weight_map"])
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        return None
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="np") as checkpoint:
+            names.update(checkpoint.keys())
+    return frozenset(names)

@@ -1,0 +1,188 @@
+"""The places where this package hooks into vLLM.
+
+Each is a wrapper that calls the original for everything that is not ours.  They are put in place when vLLM imports
+the module concerned, so that loading the plugin imports nothing:
+
+* ``EngineArgs.create_engine_config`` / ``create_speculative_config``: accept the method and translate it;
+* ``EngineArgs.add_cli_args``: understand the method on the command line;
+* ``VllmConfig.use_v2_model_runner``: true for an engine that asked for us;
+* ``spec_decode.init_speculator``: make our speculator for a marked configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.method import METHOD, is_ours, mark, names, parse_short_form, request_of, translate
+from vllm_eagle_mrv2.options import parse_options
+
+_PENDING = "_eagle_mrv2_pending"
+_installed = False
+
+
+def install() -> None:
+    """Register every seam once; those whose module is already imported take effect now."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    wrapt.register_post_import_hook(_wrap_engine_args, "vllm.engine.arg_utils")
+    wrapt.register_post_import_hook(_wrap_vllm_config, "vllm.config.vllm")
+    wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.spec_decode")
+    wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.model_runner")
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, "_eagle_mrv2_original"):
+        wrapped = functools.wraps(original)(wrapper(original))
+        wrapped._eagle_mrv2_original = original  # type: ignore[attr-defined]
+        setattr(owner, name, wrapped)
+
+
+def _wrap_engine_args(arg_utils: ModuleType) -> None:
+    engine_args = arg_utils.EngineArgs
+
+    def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            take_request(self)
+            config = original(self, *args, **kwargs)
+            if getattr(self, _PENDING, None) is not None and request_of(config.speculative_config) is None:
+                raise EagleMRV2Error(
+                    f"vLLM replaced the speculative configuration that asked for method={METHOD} "
+                    "(the target is a speculators checkpoint); give the verifier as the target model "
+                    "and the head as model of the speculative configuration."
+                )
+            return config
+
+        return wrapped
+
+    def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            take_request(self)
+            config = original(self, *args, **kwargs)
+            request = getattr(self, _PENDING, None)
+            if request is not None and config is not None:
+                if config.method != request.family:
+                    raise EagleMRV2Error(
+                        f"vLLM reads the draft {config.model} as method={config.method} where its checkpoint is of the "
+                        f"family {request.family}; rename its folder, whose name misleads vLLM."
+                    )
+                mark(config, request)
+            return config
+
+        return wrapped
+
+    def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            parser = original(*args, **kwargs)
+            teach_parser(parser)
+            return parser
+
+        return wrapped
+
+    _wrap(engine_args, "create_engine_config", create_engine_config)
+    _wrap(engine_args, "create_speculative_config", create_speculative_config)
+    original_add = engine_args.__dict__.get("add_cli_args")
+    if isinstance(original_add, staticmethod) and not hasattr(original_add.__func__, "_eagle_mrv2_original"):
+        wrapped = functools.wraps(original_add.__func__)(add_cli_args(original_add.__func__))
+        wrapped._eagle_mrv2_original = original_add.__func__  # type: ignore[attr-defined]
+        engine_args.add_cli_args = staticmethod(wrapped)
+
+
+def take_request(engine_args: Any) -> None:
+    """Translate the method of an ``EngineArgs`` in place, where it is ours, and note the request on it.
+
+    Raises:
+        EagleMRV2Error: the request cannot be served here.
+    """
+    given = engine_args.speculative_config
+    short = getattr(engine_args, "spec_method", None)
+    if isinstance(given, str):
+        given = parse_short_form(given) or given
+    if not (is_ours(short) or (isinstance(given, dict) and is_ours(given.get("method")))):
+        return
+    asked = dict(given) if isinstance(given, dict) else {}
+    if is_ours(short):
+        if "method" in asked:
+            raise EagleMRV2Error("--spec-method and method in --speculative-config exclude each other; give one.")
+        asked["method"] = short
+        engine_args.spec_method = None
+    for field, key in (("spec_model", "model"), ("spec_tokens", "num_speculative_tokens")):
+        value = getattr(engine_args, field, None)
+        if value is not None:
+            if key in asked:
+                raise EagleMRV2Error(
+                    f"--{field.replace('_', '-')} and {key} in --speculative-config exclude each other; give one."
+                )
+            asked[key] = value
+            setattr(engine_args, field, None)
+
+    from vllm_eagle_mrv2 import hosts
+
+    options = parse_options(engine_args.additional_config)
+    host = hosts.installed_host()
+    translated, request = translate(asked, engine_args.model, options)
+    host.check_request(request, engine_args)
+    engine_args.speculative_config = translated
+    engine_args.__dict__[_PENDING] = request
+
+
+def teach_parser(parser: argparse.ArgumentParser) -> None:
+    """Let an argument parser of vLLM's accept the method: the short form, and ``--spec-method`` where there is one."""
+    for action in parser._actions:
+        if "--speculative-config" in action.option_strings and action.type is not None:
+            action.type = _short_form_first(action.type)  # type: ignore[arg-type]
+        elif "--spec-method" in action.option_strings and action.choices is not None:
+            action.choices = [*action.choices, *(name for name in names() if name not in action.choices)]
+
+
+def _short_form_first(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    @functools.wraps(parse)
+    def parsed(text: str) -> Any:
+        try:
+            short = parse_short_form(text)
+        except EagleMRV2Error as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return parse(text) if short is None else short
+
+    return parsed
+
+
+def _wrap_vllm_config(module: ModuleType) -> None:
+    config_class = module.VllmConfig
+    original = config_class.__dict__.get("use_v2_model_runner")
+    if not isinstance(original, property) or hasattr(original.fget, "_eagle_mrv2_original"):
+        return
+    decide = original.fget
+
+    def use_v2_model_runner(self: Any) -> bool:
+        if request_of(self.speculative_config) is not None:
+            return True
+        assert decide is not None
+        return bool(decide(self))
+
+    use_v2_model_runner._eagle_mrv2_original = decide  # type: ignore[attr-defined]
+    config_class.use_v2_model_runner = property(use_v2_model_runner, doc=original.__doc__)
+
+
+def _wrap_init_speculator(module: ModuleType) -> None:
+    def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+            request = request_of(vllm_config.speculative_config)
+            if request is None:
+                return original(vllm_config, device, *args, **kwargs)
+            from vllm_eagle_mrv2 import hosts
+
+            return hosts.installed_host().make_speculator(vllm_config, device, request)
+
+        return wrapped
+
+    _wrap(module, "init_speculator", init_speculator)

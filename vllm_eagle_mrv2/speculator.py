@@ -1,0 +1,308 @@
+"""The draft loop: propose, draft prefill, draft decode.
+
+EAGLE drafts K tokens in one draft prefill over the target's batch, which yields the first, and K - 1 draft decodes of
+one token a request.  The loop knows no vLLM: what it needs of it, it asks of a `DraftHost`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from vllm_eagle_mrv2.attn_metadata import draft_max_seq_len
+from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
+from vllm_eagle_mrv2.kernels.step_update import update_after_step
+from vllm_eagle_mrv2.options import Options
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """How a forward pass runs: what the host's dispatch chose."""
+
+    descriptor: Any  # the host's own batch descriptor
+    mode: Any  # the host's CUDA-graph mode
+    full: bool  # replay of a FULL graph
+    num_tokens: int  # with padding
+    num_tokens_across_dp: Any = None  # [dp_size] int32 on the CPU, under data parallelism
+
+
+class DraftHost(Protocol):
+    """What the loop needs of a vLLM release."""
+
+    draft_max_seq_len: int
+    """Longest sequence for attention metadata built from now on."""
+
+    refreshes_in_graph: bool
+    """Every attention backend of the draft can bring its decode metadata up to date inside a graph."""
+
+    def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
+        """Called with the draft's inputs in place; the tokens to run the draft prefill over, without and with padding."""
+
+    def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
+        """Choose the graph of a draft prefill; agrees across data-parallel ranks."""
+
+    def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
+        """Choose the graph of a draft decode of one token a request; agrees across data-parallel ranks."""
+
+    def on_prefill_begin(self, num_reqs: int) -> None: ...
+
+    def on_prefill_end(self, num_reqs: int) -> None: ...
+
+    def on_multi_step_decode_begin(self, num_reqs: int) -> None: ...
+
+    def on_multi_step_decode_end(self, num_reqs: int) -> None: ...
+
+    def before_forward(self, num_tokens: int) -> None:
+        """Called before each forward pass of the draft with its unpadded tokens (expert load balancing)."""
+
+    def run_draft_model(
+        self,
+        num_tokens: int,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        num_tokens_across_dp: Any,
+        mode: Any,
+        mm_inputs: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward pass over the first rows of the buffers.
+
+        Returns:
+            hidden states for the head and hidden states for the next step, both [num_tokens, H]; often the same.
+        """
+
+    def sample(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
+    ) -> torch.Tensor:
+        """Draft tokens [n] int64 of step ``draft_step`` from hidden states [n, H].
+
+        Probabilistic drafting also stores the logits in the row of each request, unless ``keep_logits`` is off.
+        """
+
+    def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
+        """Attention metadata and slot mappings of a draft prefill through the draft's own builders."""
+
+    def begin_decode(self, batch: DraftBatch) -> None:
+        """Called before the draft decodes, with the first draft tokens in place."""
+
+    def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
+        """Slot mappings, then attention metadata, for the positions and lengths in the buffers."""
+
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:
+        """Bring slot mappings and metadata up to date by device work alone."""
+
+    def prepare_fused_replay(self) -> None:
+        """Called before the replay of a graph that holds all draft decodes."""
+
+    def replay_prefill(self, run: GraphRun) -> None: ...
+
+    def replay_decode(self, run: GraphRun) -> None: ...
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What stays the same for the life of an engine."""
+
+    num_draft_tokens: int  # K
+    max_model_len: int
+    sample_offset: int  # what this release's sampler adds to positions, 0 or 1
+    options: Options
+
+
+class DraftLoop:
+    """Drafts K tokens for every request of a batch."""
+
+    def __init__(self, host: DraftHost, config: DraftConfig, buffers: DraftBuffers) -> None:
+        self.host = host
+        self.config = config
+        self.buffers = buffers
+        on = config.options.enabled
+        # Looked up once: the loop runs every iteration.
+        self._keep_decode_logits = on(Behaviour.DRAFT_LOGITS_IN_REPLAY)
+        self._rebuild_each_step = on(Behaviour.DECODE_METADATA_REBUILD)
+        self._pad_last_token_indices = on(Behaviour.FULL_DECODE_ONLY)
+        self._reuse_target_metadata = on(Behaviour.TARGET_METADATA_REUSE)
+        self._actual_max_seq_len = on(Behaviour.ACTUAL_MAX_SEQ_LEN)
+
+    def propose(self, batch: DraftBatch) -> torch.Tensor:
+        """Draft for a batch.
+
+        Returns:
+            [num_reqs, K] int64, a view of the persistent ``draft_tokens``; only the first
+            ``batch.num_draft_tokens`` columns are of this call.
+        """
+        host, config = self.host, self.config
+        host.draft_max_seq_len = config.max_model_len
+        if self._actual_max_seq_len:
+            host.draft_max_seq_len = draft_max_seq_len(
+                batch.seq_lens_cpu_upper_bound, batch.num_reqs, batch.num_draft_tokens, config.max_model_len
+            )
+        self._run_prefill(batch)
+        if batch.num_draft_tokens > 1:
+            self._run_decodes(batch)
+        return self.buffers.draft_tokens[: batch.num_reqs]
+
+    def _run_prefill(self, batch: DraftBatch) -> None:
+        host = self.host
+        prepare_prefill_inputs(
+            self.buffers,
+            batch,
+            sample_offset=self.config.sample_offset,
+            pad_last_token_indices=self._pad_last_token_indices,
+        )
+        num_tokens, num_tokens_padded = host.begin_prefill(batch)
+        self.buffers.hidden_states[:num_tokens_padded].copy_(batch.hidden_states[:num_tokens_padded])
+        run = host.dispatch_prefill(batch, num_tokens, num_tokens_padded)
+        attn_metadata, slot_mappings = batch.attn_metadata, batch.slot_mappings
+        if not (self._reuse_target_metadata or batch.skip_attn):
+            attn_metadata, slot_mappings = host.rebuild_prefill_metadata(batch, run)
+        host.before_forward(num_tokens)
+        host.on_prefill_begin(batch.num_reqs)
+        if run.full:
+            # The target's builders refreshed the very buffers that the graph reads (#40410).
+            host.replay_prefill(run)
+        else:
+            self.prefill(
+                batch.num_reqs,
+                run.num_tokens,
+                attn_metadata,
+                slot_mappings,
+                run.num_tokens_across_dp,
+                run.mode,
+                batch.mm_inputs,
+            )
+        host.on_prefill_end(batch.num_reqs)
+
+    def prefill(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        num_tokens_across_dp: Any,
+        mode: Any,
+        mm_inputs: Any = None,
+    ) -> None:
+        """Draft prefill: forward over the target's batch, and the first draft token; FULL graphs hold all of it."""
+        buffers = self.buffers
+        for_head, for_next_step = self.host.run_draft_model(
+            num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, mm_inputs
+        )
+        last = buffers.last_token_indices[:num_reqs]
+        last_for_head = for_head[last]
+        buffers.draft_tokens[:num_reqs, 0] = self.host.sample(
+            last_for_head, buffers.sample_positions[:num_reqs], buffers.idx_mapping[:num_reqs], keep_logits=True
+        )
+        buffers.hidden_states[:num_reqs] = last_for_head if for_next_step is for_head else for_next_step[last]
+
+    def _run_decodes(self, batch: DraftBatch) -> None:
+        host = self.host
+        host.begin_decode(batch)
+        prepare_decode_inputs(
+            self.buffers,
+            batch.seq_lens,
+            batch.num_rejected,
+            batch.num_reqs,
+            self.config.max_model_len,
+            sample_offset=self.config.sample_offset,
+        )
+        run = host.dispatch_decode(batch)
+        host.on_multi_step_decode_begin(batch.num_reqs)
+        if host.refreshes_in_graph:
+            self._decode_fused(batch, run)
+        else:
+            self._decode_by_steps(batch, run)
+        host.on_multi_step_decode_end(batch.num_reqs)
+
+    def _decode_fused(self, batch: DraftBatch, run: GraphRun) -> None:
+        if run.full:
+            self.host.prepare_fused_replay()
+            self.host.replay_decode(run)
+            return
+        attn_metadata, slot_mappings = (None, None)
+        if not batch.skip_attn:
+            attn_metadata, slot_mappings = self.host.build_decode_metadata(batch, run, step=1)
+        self.decode_all(
+            batch.num_reqs,
+            run.num_tokens,
+            attn_metadata,
+            slot_mappings,
+            run.num_tokens_across_dp,
+            run.mode,
+            batch.num_draft_tokens,
+        )
+
+    def _decode_by_steps(self, batch: DraftBatch, run: GraphRun) -> None:
+        attn_metadata, slot_mappings = (None, None)
+        for step in range(1, batch.num_draft_tokens):
+            if not batch.skip_attn and (step == 1 or self._rebuild_each_step):
+                attn_metadata, slot_mappings = self.host.build_decode_metadata(batch, run, step)
+            if run.full:
+                self.host.replay_decode(run)
+            else:
+                self.decode(
+                    batch.num_reqs,
+                    run.num_tokens,
+                    attn_metadata,
+                    slot_mappings,
+                    run.num_tokens_across_dp,
+                    run.mode,
+                    batch.num_draft_tokens,
+                )
+
+    def decode_all(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        num_tokens_across_dp: Any,
+        mode: Any,
+        num_draft_tokens: int,
+    ) -> None:
+        """All draft decodes, the metadata refreshed on the device before each; one graph holds them (#46849)."""
+        for step in range(1, num_draft_tokens):
+            if attn_metadata is not None and (step == 1 or self._rebuild_each_step):
+                self.host.refresh_decode_metadata(num_reqs, num_tokens, attn_metadata)
+            self.decode(
+                num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, num_draft_tokens
+            )
+
+    def decode(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        num_tokens_across_dp: Any,
+        mode: Any,
+        num_draft_tokens: int,
+    ) -> None:
+        """One draft decode and the update to the next; the step is data on the device, so one graph serves all."""
+        buffers = self.buffers
+        self.host.before_forward(num_reqs)
+        for_head, for_next_step = self.host.run_draft_model(
+            num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode
+        )
+        sampled = self.host.sample(
+            for_head[:num_reqs],
+            buffers.sample_positions[:num_reqs],
+            buffers.idx_mapping[:num_reqs],
+            keep_logits=self._keep_decode_logits,
+        )
+        update_after_step(
+            buffers, sampled, for_next_step, num_reqs, num_draft_tokens, self.config.max_model_len
+        )
+        buffers.draft_step.add_(1)
+
+    def reset_for_capture(self, step: int) -> None:
+        """Bring what a dummy run left behind back into range before a warm-up or capture pass of a step."""
+        buffers = self.buffers
+        buffers.last_token_indices.zero_()
+        buffers.idx_mapping.zero_()
+        buffers.sample_positions.zero_()
+        buffers.draft_step.fill_(step)

@@ -1,0 +1,228 @@
+"""The coupling surface: which private symbols of vLLM a host leans on, and whether a release has them.
+
+A host states its needs as ``Symbol``s. The same list is checked against the installed vLLM at start-up and, in CI,
+against the recorded surface of every supported release (``ci/record_surface.py`` writes those).
+
+A described symbol, recorded or installed, is a JSON object:
+
+* ``kind``: ``function``, ``class``, ``property`` or ``attribute``;
+* ``parameters``: names in order, without ``self`` (``*args`` and ``**kwargs`` keep their stars); a class has its
+  constructor's;
+* ``defaults``: those parameters that may be left out;
+* ``bases``: a class's direct bases as dotted paths;
+* ``fields``: a class's annotated fields, inherited ones first.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+Entry = Mapping[str, Any]
+Status = Literal["found", "missing", "changed"]
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One name that a host needs.
+
+    ``name`` is dotted inside the module: ``gumbel_sample``, ``BlockTables.slot_mappings``.
+    ``parameters`` must all exist, in this order, others may stand between them; None asks for existence only.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+    why: str = ""
+
+    @property
+    def key(self) -> str:
+        """How a recorded surface files it: ``module:name``."""
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found for one symbol; ``detail`` says in one line what differs and is empty for ``found``."""
+
+    symbol: Symbol
+    status: Status
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "found"
+
+    def __str__(self) -> str:
+        line = f"{self.status} {self.symbol.key}"
+        if self.detail:
+            line += f": {self.detail}"
+        return line + f" (needed: {self.symbol.why})" if self.symbol.why and not self.ok else line
+
+
+def check_installed(symbols: Iterable[Symbol]) -> list[Finding]:
+    """Compare each symbol with the importable modules of this environment; imports them. Raises nothing: it reports."""
+    findings = []
+    for symbol in symbols:
+        try:
+            entry = describe_installed(symbol)
+        except LookupError as error:
+            findings.append(Finding(symbol, "missing", str(error.args[0])))
+        else:
+            findings.append(_compare(symbol, entry))
+    return findings
+
+
+def check_recorded(symbols: Iterable[Symbol], surface: Mapping[str, Any]) -> list[Finding]:
+    """Compare each symbol with a recorded surface (the JSON object that ``ci/record_surface.py`` writes)."""
+    release = f"vLLM {surface.get('vllm_version', '?')}"
+    findings = []
+    for symbol in symbols:
+        entry = surface["symbols"].get(symbol.key)
+        if entry is not None:
+            findings.append(_compare(symbol, entry))
+        elif symbol.key in surface.get("missing", ()):
+            findings.append(Finding(symbol, "missing", f"{release} has no such symbol"))
+        else:
+            findings.append(
+                Finding(symbol, "missing", f"the record of {release} does not know it: record that release again")
+            )
+    return findings
+
+
+def describe_installed(symbol: Symbol) -> Entry:
+    """Describe a symbol of this environment. Raises LookupError, with the reason, where it is not there."""
+    owner: Any = _import(symbol.module)
+    *path, last = symbol.name.split(".")
+    for part in path:
+        owner = _member(owner, part, symbol.module)
+    if isinstance(owner, type) and not hasattr(owner, last):
+        if last in _declared_names(owner):
+            return {"kind": "attribute"}
+        raise LookupError(f"{owner.__qualname__} has no attribute {last}")
+    return _describe(owner, last, _member(owner, last, symbol.module))
+
+
+def assigned_on_self(tree: ast.AST) -> set[str]:
+    """Names ``x`` of every assignment to ``self.x`` in the tree, whichever method makes it."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def _import(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # importing a GPU library may fail in any way at all; the reason is the finding
+        reason = str(error).strip().splitlines()
+        raise LookupError(f"cannot import {module}: {type(error).__name__}: {reason[0] if reason else ''}") from error
+
+
+def _member(owner: Any, name: str, module: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise LookupError(f"{getattr(owner, '__qualname__', module)} has no attribute {name}") from None
+
+
+def _describe(owner: Any, name: str, member: Any) -> Entry:
+    if isinstance(member, type):
+        return _describe_class(member)
+    if isinstance(member, (property, functools.cached_property)):
+        return {"kind": "property"}
+    function = _unwrap_kernel(member)
+    if not callable(function):
+        return {"kind": "attribute"}
+    # A plain function reached through its class still has self in its signature.
+    skip = int(isinstance(owner, type) and inspect.isfunction(inspect.getattr_static(owner, name)))
+    return {"kind": "function", **_signature(function, skip)}
+
+
+def _describe_class(cls: type) -> Entry:
+    entry = {
+        "kind": "class",
+        "bases": [f"{base.__module__}.{base.__qualname__}" for base in cls.__bases__ if base is not object],
+    }
+    return {**entry, **_signature(cls, 0), "fields": _annotated_fields(cls)}
+
+
+def _signature(function: Any, skip: int) -> Entry:
+    try:
+        found = list(inspect.signature(function).parameters.values())[skip:]
+    except (ValueError, TypeError):
+        return {}
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return {
+        "parameters": [stars.get(p.kind, "") + p.name for p in found],
+        "defaults": [p.name for p in found if p.default is not p.empty],
+    }
+
+
+def _unwrap_kernel(member: Any) -> Any:
+    """Triton wraps a kernel, once or several times, in objects that keep the Python function as ``fn``."""
+    while not inspect.isroutine(member) and callable(getattr(member, "fn", None)):
+        member = member.fn
+    return member
+
+
+def _annotated_fields(cls: type) -> list[str]:
+    """Annotated names over the bases, the oldest first, class variables left out."""
+    names: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        for name, annotation in inspect.get_annotations(base).items():
+            if "ClassVar" not in str(annotation):
+                names[name] = None
+    return list(names)
+
+
+def _declared_names(cls: type) -> set[str]:
+    """Names that instances have although the class object has not: bare annotations and assignments to ``self``."""
+    names = set(_annotated_fields(cls))
+    for base in cls.__mro__:
+        if base is not object:
+            names |= _assigned_in_source(base)
+    return names
+
+
+@functools.lru_cache(maxsize=256)
+def _assigned_in_source(cls: type) -> frozenset[str]:
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+        return frozenset(assigned_on_self(ast.parse(source)))
+    except (OSError, TypeError, SyntaxError):  # built in, or made without source
+        return frozenset()
+
+
+def _compare(symbol: Symbol, entry: Entry) -> Finding:
+    if symbol.parameters is None:
+        return Finding(symbol, "found")
+    if "parameters" not in entry:
+        return Finding(symbol, "changed", f"it is {_article(str(entry['kind']))} without readable parameters")
+    actual: Sequence[str] = entry["parameters"]
+    gone = [name for name in symbol.parameters if name not in actual]
+    shown = f"it takes ({', '.join(actual)})"
+    if gone:
+        return Finding(symbol, "changed", f"no parameter {', '.join(gone)}; {shown}")
+    if not _in_order(symbol.parameters, iter(actual)):
+        return Finding(symbol, "changed", f"parameters in another order than ({', '.join(symbol.parameters)}); {shown}")
+    return Finding(symbol, "found")
+
+
+def _in_order(wanted: Sequence[str], actual: Iterator[str]) -> bool:
+    return all(name in actual for name in wanted)  # each `in` consumes the iterator up to its match
+
+
+def _article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
