@@ -31,7 +31,7 @@ class DraftBuffers:
     @property
     def max_num_reqs(self) -> int:
         """R, the most requests that a batch can hold."""
-        return self.seq_lens.shape[0]
+        return int(self.seq_lens.shape[0])
 
 
 @dataclass

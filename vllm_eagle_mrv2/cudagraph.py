@@ -64,7 +64,7 @@ class FreshInputsCapture:
             further = arguments(descriptor)
             return lambda mode: forward(*inputs, mode, **further)
 
-        # The release's own capture loop: PIECEWISE before FULL, warm-up before capture, one memory pool with the target.
+        # The release's own capture loop: PIECEWISE before FULL, warm-up before capture, the target's memory pool.
         super().capture(create_forward, label)  # type: ignore[misc]
 
 

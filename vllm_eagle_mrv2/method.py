@@ -83,9 +83,7 @@ def parse_short_form(text: str) -> dict[str, Any] | None:
     return items if is_ours(items.get("method")) else None
 
 
-def translate(
-    speculative_config: Mapping[str, Any], target: str, options: Options
-) -> tuple[dict[str, Any], Request]:
+def translate(speculative_config: Mapping[str, Any], target: str, options: Options) -> tuple[dict[str, Any], Request]:
     """Turn a speculative configuration with our method into the stock one and the request for it.
 
     Args:

@@ -48,8 +48,7 @@ def parse_options(additional_config: object) -> Options:
         return Options.model_validate(dict(given))
     except ValidationError as invalid:
         raise EagleMRV2Error(
-            f'additional_config["{OPTIONS_KEY}"] is not valid: {_first_problem(invalid)}; '
-            f"known options are {_known()}."
+            f'additional_config["{OPTIONS_KEY}"] is not valid: {_first_problem(invalid)}; known options are {_known()}.'
         ) from None
 
 

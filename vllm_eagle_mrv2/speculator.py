@@ -41,7 +41,7 @@ class DraftHost(Protocol):
     """Every attention backend of the draft can bring its decode metadata up to date inside a graph."""
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
-        """Called with the draft's inputs in place; the tokens to run the draft prefill over, without and with padding."""
+        """Called with the draft's inputs in place; the tokens to run over, without and with padding."""
 
     def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
         """Choose the graph of a draft prefill; agrees across data-parallel ranks."""
@@ -294,9 +294,7 @@ class DraftLoop:
             buffers.idx_mapping[:num_reqs],
             keep_logits=self._keep_decode_logits,
         )
-        update_after_step(
-            buffers, sampled, for_next_step, num_reqs, num_draft_tokens, self.config.max_model_len
-        )
+        update_after_step(buffers, sampled, for_next_step, num_reqs, num_draft_tokens, self.config.max_model_len)
         buffers.draft_step.add_(1)
 
     def reset_for_capture(self, step: int) -> None:

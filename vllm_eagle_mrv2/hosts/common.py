@@ -7,7 +7,7 @@ are attributes of the stock class, and those stand in the hosts' lists of needed
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, Pre
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.hosts.spec import Host
 from vllm_eagle_mrv2.method import request_of
-from vllm_eagle_mrv2.speculator import DraftConfig, DraftLoop, GraphRun
+from vllm_eagle_mrv2.speculator import DraftConfig, DraftHost, DraftLoop, GraphRun
 
 
 class StockHost:
@@ -70,7 +70,7 @@ class StockHost:
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         stock: Any = self
         self.loop = DraftLoop(
-            self,
+            cast(DraftHost, self),  # a release's subclass completes it
             DraftConfig(
                 num_draft_tokens=self.num_speculative_steps,
                 max_model_len=self.max_model_len,

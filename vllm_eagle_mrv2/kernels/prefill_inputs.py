@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -72,9 +71,7 @@ def _prefill_inputs_kernel(
         inside = token < length
         shifted = tl.load(target_input_ids_ptr + start + token + 1, mask=token + 1 < length, other=0)
         tl.store(input_ids_ptr + start + token, shifted, mask=token + 1 < length)
-        tl.store(
-            positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside
-        )
+        tl.store(positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside)
     last = start + length - 1
     # A request in the middle of its prompt sampled nothing: its next prompt token follows.
     if tl.load(num_sampled_ptr + row) > 0:

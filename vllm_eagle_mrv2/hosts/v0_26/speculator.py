@@ -112,9 +112,7 @@ class _Host(StockHost):
     def on_multi_step_decode_end(self, num_reqs: int) -> None: ...
 
     def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
-        return self._dispatch(
-            self.prefill_cudagraph_manager, batch, num_tokens_padded, batch.uniform_query_len
-        )
+        return self._dispatch(self.prefill_cudagraph_manager, batch, num_tokens_padded, batch.uniform_query_len)
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
         return self._dispatch(self.decode_cudagraph_manager, batch, batch.num_reqs, 1)
@@ -163,9 +161,7 @@ class _Host(StockHost):
         )
         return attn_metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
 
-    def _cpu_lengths(
-        self, batch: DraftBatch, live: int, rows: int, step: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cpu_lengths(self, batch: DraftBatch, live: int, rows: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[rows + 1] and [rows] int32 on the CPU: query starts and length bounds of a draft decode."""
         bound = torch.zeros(rows, dtype=torch.int32)
         torch.add(batch.seq_lens_cpu_upper_bound[:live], step, out=bound[:live])

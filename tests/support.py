@@ -1,0 +1,143 @@
+"""Real engines for the tests: the demo pair on the installed vLLM, in this process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+PAIR = Path(str(files("vllm_eagle_mrv2"))) / "demo_pair"
+
+
+def has_cuda() -> bool:
+    """Whether this machine can run the GPU tests."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def held_out_prompts(count: int) -> list[str]:
+    """Prompts that the demo pair was not trained on; they repeat with other endings cut where more are asked for."""
+    texts: list[str] = json.loads((PAIR / "prompts.json").read_text())
+    prompts = [text.rsplit(" ", cut)[0] for cut in range(1, 9) for text in texts]
+    return prompts[:count]
+
+
+@contextmanager
+def engine(
+    method: str | None,
+    *,
+    family: str = "eagle",
+    k: int = 3,
+    speculative: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Iterator[Any]:
+    """A vLLM engine on the demo pair: ``method`` None, ``eagle``, ``eagle3`` or ``eagle_mrv2``."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    arguments: dict[str, Any] = {
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "seed": 0,
+        "disable_log_stats": False,
+        # A test of ours compares drafting; cached prefixes would let one request feed another.
+        "enable_prefix_caching": False,
+    }
+    if has_cuda():
+        arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.05}
+    else:
+        arguments |= {"dtype": "float32", "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    if method is not None:
+        arguments["speculative_config"] = {
+            "method": method,
+            "model": str(PAIR / family),
+            "num_speculative_tokens": k,
+            **(speculative or {}),
+        }
+    if options is not None:
+        arguments["additional_config"] = {"eagle_mrv2": options}
+    # Stock drafting is compared on the same runner; ours selects it by itself.
+    forced = method != "eagle_mrv2"
+    if forced:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    llm = None
+    try:
+        llm = LLM(str(PAIR / "target"), **{**arguments, **overrides})
+        yield llm
+    finally:
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def speculator_of(llm: Any) -> Any:
+    """The speculator of an in-process engine."""
+    return runner_of(llm).speculator
+
+
+def greedy(llm: Any, prompts: Sequence[str], max_tokens: int = 32, **sampling: Any) -> list[list[int]]:
+    """Greedy token ids of every prompt."""
+    from vllm import SamplingParams
+
+    arguments = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
+    outputs = llm.generate(list(prompts), SamplingParams(**arguments), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Acceptance:
+    """What vLLM's own counters say of the drafts made between two readings."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._before = self._read()
+
+    def _read(self) -> dict[str, list[float]]:
+        read: dict[str, list[float]] = {}
+        for metric in self._llm.get_metrics():
+            if metric.name.startswith("vllm:spec_decode_"):
+                values = getattr(metric, "values", None)
+                read[metric.name.removeprefix("vllm:spec_decode_")] = (
+                    list(values) if values is not None else [metric.value]
+                )
+        return read
+
+    def _since(self, name: str) -> list[float]:
+        now, before = self._read()[name], self._before.get(name, [])
+        before = before or [0.0] * len(now)
+        return [late - early for late, early in zip(now, before, strict=True)]
+
+    @property
+    def drafts(self) -> float:
+        """Draft phases whose tokens were verified, counted once a request."""
+        return self._since("num_drafts")[0]
+
+    @property
+    def length(self) -> float:
+        """Mean tokens per verification: the bonus token and the accepted drafts."""
+        return 1 + self._since("num_accepted_tokens")[0] / self.drafts
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of drafts accepted at each position."""
+        return [accepted / self.drafts for accepted in self._since("num_accepted_tokens_per_pos")]

@@ -1,0 +1,340 @@
+"""The kernels against their plain-torch references, and both against examples worked by hand.
+
+Buffers start out full of sentinels and are compared whole, so that a stray write anywhere fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs, prepare_decode_inputs_reference
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_prefill_inputs_reference
+from vllm_eagle_mrv2.kernels.step_update import update_after_step, update_after_step_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SENTINEL = -77
+MAX_LEN = 4096  # max_model_len
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, and Triton is not interpreted"
+)
+
+
+def ints(values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=dtype, device=DEVICE)
+
+
+def poisoned(
+    max_num_reqs: int,
+    max_num_tokens: int,
+    *,
+    num_draft_tokens: int = 3,
+    hidden_size: int = 8,
+    idx_dtype: torch.dtype = torch.int32,
+    hidden_dtype: torch.dtype = torch.float32,
+) -> DraftBuffers:
+    """Buffers that hold nothing but sentinels."""
+
+    def full(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, SENTINEL, dtype=dtype, device=DEVICE)
+
+    return DraftBuffers(
+        input_ids=full(max_num_tokens, dtype=torch.int32),
+        positions=full(max_num_tokens, dtype=torch.int64),
+        query_start_loc=full(max_num_reqs + 1, dtype=torch.int32),
+        seq_lens=full(max_num_reqs, dtype=torch.int32),
+        idx_mapping=full(max_num_reqs, dtype=idx_dtype),
+        temperature=full(max_num_reqs, dtype=torch.float32),
+        seeds=full(max_num_reqs, dtype=torch.int64),
+        hidden_states=full(max_num_tokens, hidden_size, dtype=hidden_dtype),
+        last_token_indices=full(max_num_reqs, dtype=torch.int64),
+        sample_positions=full(max_num_reqs, dtype=torch.int64),
+        draft_tokens=full(max_num_reqs, num_draft_tokens, dtype=torch.int64),
+        draft_step=torch.tensor(SENTINEL, dtype=torch.int64, device=DEVICE),
+    )
+
+
+def clone(buffers: DraftBuffers) -> DraftBuffers:
+    return DraftBuffers(**{field.name: getattr(buffers, field.name).clone() for field in fields(DraftBuffers)})
+
+
+def assert_same(actual: DraftBuffers, expected: DraftBuffers) -> None:
+    for field in fields(DraftBuffers):
+        found, wanted = getattr(actual, field.name), getattr(expected, field.name)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=lambda text, name=field.name: f"{name}: {text}")
+
+
+def target_batch(
+    lengths: Sequence[int],
+    *,
+    rejected: Sequence[int] | None = None,
+    sampled: Sequence[int] | None = None,
+    max_num_reqs: int = 8,
+    padding: int = 0,
+    last_position: int | None = None,
+    idx_dtype: torch.dtype = torch.int32,
+    dummy_run: bool = False,
+    seed: int = 0,
+) -> DraftBatch:
+    """A target batch of rows of these lengths, its tokens and request states drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, size: tuple[int, ...], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(0, high, size, generator=generator).to(device=DEVICE, dtype=dtype)
+
+    num_reqs, num_tokens = len(lengths), sum(lengths)
+    starts = [0] * num_reqs if last_position is None else [last_position + 1 - length for length in lengths]
+    if last_position is None:
+        starts = draw(MAX_LEN - max(lengths), (num_reqs,)).tolist()
+    positions = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
+    return DraftBatch(
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        num_tokens_padded=num_tokens + padding,
+        uniform_query_len=None,
+        num_draft_tokens=3,
+        input_ids=draw(30_000, (num_tokens + padding,), torch.int32),
+        positions=ints([*positions, *[0] * padding], torch.int64),
+        query_start_loc=ints([sum(lengths[:row]) for row in range(num_reqs + 1)]),
+        seq_lens=ints([start + length for start, length in zip(starts, lengths, strict=True)]),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+        idx_mapping=torch.randperm(max_num_reqs, generator=generator)[:num_reqs].to(device=DEVICE, dtype=idx_dtype),
+        hidden_states=torch.empty(0, device=DEVICE),
+        num_sampled=ints(sampled if sampled is not None else [1] * num_reqs),
+        num_rejected=ints(rejected if rejected is not None else [0] * num_reqs),
+        last_sampled=draw(30_000, (max_num_reqs, 1)),  # as the stock request states hold it
+        next_prefill_tokens=draw(30_000, (2, max_num_reqs), torch.int32),  # two tokens of lookahead
+        temperature=torch.rand(max_num_reqs, generator=generator).to(DEVICE),
+        seeds=draw(2**60, (max_num_reqs,)),
+        dummy_run=dummy_run,
+    )
+
+
+PREFILL_CASES: dict[str, dict[str, Any]] = {
+    "one request": {"lengths": [5]},
+    "one token": {"lengths": [1]},
+    "decode rows that lost 0 to K tokens": {"lengths": [4] * 4, "rejected": [0, 1, 2, 3], "padding": 3},
+    "K=1": {"lengths": [2, 2], "rejected": [1, 0]},
+    "full batch": {"lengths": [4, 1, 2, 3, 4, 4, 1, 2], "rejected": [1, 0, 1, 2, 3, 0, 0, 0]},
+    "chunked prefill beside decode": {
+        "lengths": [7, 4, 1, 300, 4],
+        "rejected": [0, 2, 0, 0, 3],
+        "sampled": [0, 2, 1, 0, 1],
+        "padding": 5,
+    },
+    "rows across the block": {"lengths": [1, 1023, 1024, 1025, 2049], "sampled": [1, 0, 1, 0, 1]},
+    "rejection back across the block": {"lengths": [1027, 1027, 2050], "rejected": [2, 3, 1]},
+    "last position of the model": {"lengths": [4, 1], "rejected": [1, 0], "last_position": MAX_LEN - 1},
+    "more padded requests than a block": {"lengths": [3, 2], "max_num_reqs": 2100},
+    "dummy run": {"lengths": [3, 3], "dummy_run": True},
+}
+
+
+@pytest.mark.parametrize("sample_offset", [0, 1])
+@pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
+def test_prefill_inputs(case: dict[str, Any], idx_dtype: torch.dtype, sample_offset: int) -> None:
+    batch = target_batch(**case, idx_dtype=idx_dtype)
+    before = poisoned(case.get("max_num_reqs", 8), batch.num_tokens_padded + 16, idx_dtype=idx_dtype)
+    actual, expected = clone(before), clone(before)
+
+    prepare_prefill_inputs(actual, batch, sample_offset=sample_offset)
+    prepare_prefill_inputs_reference(expected, batch, sample_offset=sample_offset)
+
+    assert_same(actual, expected)
+
+
+def test_prefill_inputs_by_hand() -> None:
+    """Decode of 4 that lost 2, a prompt's middle, a prompt's end; two requests of padding, two tokens of padding."""
+    batch = replace(
+        target_batch([4, 3, 2], rejected=[2, 0, 0], sampled=[2, 0, 1], max_num_reqs=5),
+        num_tokens_padded=11,
+        input_ids=ints([10, 11, 12, 13, 20, 21, 22, 30, 31, 98, 99]),
+        positions=ints([50, 51, 52, 53, 0, 1, 2, 6, 7, 0, 0], torch.int64),
+        seq_lens=ints([54, 3, 8]),
+        idx_mapping=ints([4, 0, 2]),
+        last_sampled=ints([900, 901, 902, 903, 904], torch.int64),
+        next_prefill_tokens=ints([800, 801, 802, 803, 804]),
+        temperature=torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4], device=DEVICE),
+        seeds=ints([70, 71, 72, 73, 74], torch.int64),
+    )
+    buffers = poisoned(5, 13)
+    prepare_prefill_inputs(buffers, batch, sample_offset=1)
+
+    gone = SENTINEL
+    assert buffers.input_ids.tolist() == [11, 904, gone, gone, 21, 22, 800, 31, 902, gone, gone, gone, gone]
+    assert buffers.positions.tolist() == [50, 51, gone, gone, 0, 1, 2, 6, 7, gone, gone, gone, gone]
+    assert buffers.query_start_loc.tolist() == [0, 4, 7, 9, 9, 9]
+    assert buffers.seq_lens.tolist() == [54, 3, 8, 0, 0]
+    assert buffers.idx_mapping.tolist() == [4, 0, 2, -1, -1]
+    assert buffers.last_token_indices.tolist() == [1, 6, 8, 0, 0]
+    assert buffers.sample_positions.tolist() == [52, 3, 8, 0, 0]
+    assert buffers.seeds.tolist() == [70, gone, 72, gone, 74]
+    torch.testing.assert_close(buffers.temperature.cpu(), torch.tensor([0.0, gone, 0.2, gone, 0.4]))
+    assert buffers.draft_step.item() == 0
+    assert (buffers.draft_tokens == gone).all()
+    assert (buffers.hidden_states == gone).all()
+
+
+def test_dummy_prefill_leaves_request_states_alone() -> None:
+    batch = target_batch([3, 3], dummy_run=True)
+    buffers = poisoned(8, 16)
+    prepare_prefill_inputs(buffers, batch)
+
+    assert buffers.idx_mapping.tolist() == [-1] * 8
+    assert (buffers.temperature == SENTINEL).all()
+    assert (buffers.seeds == SENTINEL).all()
+
+
+def test_prefill_inputs_without_padded_last_token_indices() -> None:
+    """What the disabled behaviour leaves out, and nothing more."""
+    batch = target_batch([3, 2], rejected=[1, 0])
+    actual, expected = poisoned(8, 16), poisoned(8, 16)
+    prepare_prefill_inputs(actual, batch, pad_last_token_indices=False)
+    prepare_prefill_inputs_reference(expected, batch)
+    expected.last_token_indices[2:] = SENTINEL
+
+    assert_same(actual, expected)
+
+
+def after_prefill(batch: DraftBatch, buffers: DraftBuffers, sample_offset: int) -> None:
+    """Bring buffers to where a draft prefill leaves them."""
+    prepare_prefill_inputs_reference(buffers, batch, sample_offset=sample_offset)
+    generator = torch.Generator().manual_seed(1)
+    buffers.draft_tokens[: batch.num_reqs, 0] = torch.randint(0, 30_000, (batch.num_reqs,), generator=generator).to(
+        DEVICE
+    )
+
+
+@pytest.mark.parametrize("sample_offset", [0, 1])
+@pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
+@pytest.mark.parametrize("num_draft_tokens", [1, 3], ids="K={}".format)
+def test_decode_inputs(case: dict[str, Any], num_draft_tokens: int, sample_offset: int) -> None:
+    batch = target_batch(**case)
+    before = poisoned(case.get("max_num_reqs", 8), batch.num_tokens_padded + 16, num_draft_tokens=num_draft_tokens)
+    after_prefill(batch, before, sample_offset)
+    before.query_start_loc.fill_(SENTINEL)
+    before.seq_lens.fill_(SENTINEL)
+    actual, expected = clone(before), clone(before)
+
+    arguments = (batch.seq_lens, batch.num_rejected, batch.num_reqs, MAX_LEN)
+    prepare_decode_inputs(actual, *arguments, sample_offset=sample_offset)
+    prepare_decode_inputs_reference(expected, *arguments, sample_offset=sample_offset)
+
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("sample_offset", [0, 1])
+def test_decode_inputs_by_hand(sample_offset: int) -> None:
+    """Three requests of a model of 100 positions: one that lost 2 tokens, one at the very end, one just before it."""
+    buffers = poisoned(5, 8)
+    buffers.draft_tokens[:3, 0] = ints([7, 8, 9], torch.int64)
+    buffers.sample_positions[:3] = ints([51, 99, 98], torch.int64) + sample_offset
+    prepare_decode_inputs(buffers, ints([54, 100, 99]), ints([2, 0, 0]), 3, 100, sample_offset=sample_offset)
+
+    gone = SENTINEL
+    assert buffers.input_ids.tolist() == [7, 8, 9] + [gone] * 5
+    assert buffers.positions.tolist() == [52, 99, 99] + [gone] * 5
+    assert buffers.seq_lens.tolist() == [53, 100, 100, 0, 0]
+    assert buffers.query_start_loc.tolist() == [0, 1, 2, 3, 3, 3]
+    assert buffers.sample_positions.tolist() == [52 + sample_offset, 100 + sample_offset, 99 + sample_offset, gone, gone]
+    assert buffers.draft_step.item() == 1
+
+
+def decoding(
+    num_rows: int, step: int, *, hidden_size: int = 8, hidden_dtype: torch.dtype = torch.float32
+) -> tuple[DraftBuffers, torch.Tensor, torch.Tensor]:
+    """Buffers in the middle of decodes, sampled tokens, and hidden states of two rows more than needed."""
+    buffers = poisoned(8, 12, hidden_size=hidden_size, hidden_dtype=hidden_dtype)
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(1, MAX_LEN, (num_rows,), generator=generator)
+    lengths[: num_rows // 2] = MAX_LEN  # at the limit
+    buffers.seq_lens[:num_rows] = lengths.to(DEVICE, torch.int32)
+    buffers.positions[:num_rows] = lengths.to(DEVICE) - 1
+    buffers.sample_positions[:num_rows] = lengths.to(DEVICE)
+    buffers.draft_step.fill_(step)
+    sampled = torch.randint(0, 30_000, (num_rows,), generator=generator).to(DEVICE)
+    feedback = torch.randn(num_rows + 2, hidden_size, generator=generator).to(DEVICE, hidden_dtype)
+    return buffers, sampled, feedback
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 9])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3], ids="K={}".format)
+def test_update(num_rows: int, step: int, num_draft_tokens: int) -> None:
+    before, sampled, feedback = decoding(num_rows, step)
+    before.seq_lens[num_rows - 1] = 0  # a padded row
+    actual, expected = clone(before), clone(before)
+
+    update_after_step(actual, sampled, feedback, num_rows, num_draft_tokens, MAX_LEN)
+    update_after_step_reference(expected, sampled, feedback, num_rows, num_draft_tokens, MAX_LEN)
+
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden_size", [1, 7, 1023, 1024, 1025, 2880])
+def test_update_copies_every_hidden_column(hidden_size: int, hidden_dtype: torch.dtype) -> None:
+    before, sampled, feedback = decoding(3, 1, hidden_size=hidden_size, hidden_dtype=hidden_dtype)
+    actual, expected = clone(before), clone(before)
+    update_after_step(actual, sampled, feedback, 3, 3, MAX_LEN)
+    update_after_step_reference(expected, sampled, feedback, 3, 3, MAX_LEN)
+
+    assert_same(actual, expected)
+    torch.testing.assert_close(actual.hidden_states[:3], feedback[:3], rtol=0, atol=0)
+
+
+def test_update_reads_feedback_by_its_stride() -> None:
+    """Hidden states may be a slice of a wider tensor."""
+    before, sampled, wide = decoding(3, 1, hidden_size=16)
+    buffers = replace(before, hidden_states=before.hidden_states[:, :8])
+    update_after_step(buffers, sampled, wide[:, 8:], 3, 3, MAX_LEN)
+
+    torch.testing.assert_close(before.hidden_states[:3, :8], wide[:3, 8:], rtol=0, atol=0)
+    assert (before.hidden_states[:, 8:] == SENTINEL).all()
+    assert (before.hidden_states[3:] == SENTINEL).all()
+
+
+def test_update_by_hand() -> None:
+    """Rows in the middle, at the limit and padded, of a model of 100 positions; the step is advanced by the caller."""
+    buffers = poisoned(4, 6, hidden_size=2)
+    buffers.positions[:3] = ints([9, 99, 0], torch.int64)
+    buffers.sample_positions[:3] = ints([10, 102, 0], torch.int64)
+    buffers.seq_lens[:3] = ints([10, 100, 0])
+    buffers.draft_step.fill_(1)
+    update_after_step(buffers, ints([5, 6, 7], torch.int64), torch.ones(3, 2, device=DEVICE), 3, 3, 100)
+
+    gone = SENTINEL
+    assert buffers.draft_tokens.tolist() == [[gone, 5, gone], [gone, 6, gone], [gone, 7, gone], [gone] * 3]
+    assert buffers.input_ids.tolist() == [5, 6, 7, gone, gone, gone]
+    assert buffers.positions.tolist() == [10, 99, 1, gone, gone, gone]
+    assert buffers.sample_positions.tolist() == [11, 103, 1, gone]
+    assert buffers.seq_lens.tolist() == [11, 100, 0, gone]
+    assert buffers.hidden_states[:4].tolist() == [[1, 1]] * 3 + [[gone, gone]]
+    assert buffers.draft_step.item() == 1
+
+
+def test_last_step_only_records() -> None:
+    before, sampled, feedback = decoding(3, 2)
+    actual = clone(before)
+    update_after_step(actual, sampled, feedback, 3, 3, MAX_LEN)
+
+    expected = clone(before)
+    expected.draft_tokens[:3, 2] = sampled
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_steps_beyond_the_last_write_nothing(step: int) -> None:
+    before, sampled, feedback = decoding(3, step)
+    actual = clone(before)
+    update_after_step(actual, sampled, feedback, 3, 3, MAX_LEN)
+
+    assert_same(actual, before)
