@@ -57,9 +57,9 @@ def engine(
         "enable_prefix_caching": False,
     }
     if has_cuda():
-        arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.05}
+        arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
     else:
-        arguments |= {"dtype": "float32", "gpu_memory_utilization": 0.3, "enforce_eager": True}
+        arguments |= {"dtype": "float32", "kv_cache_memory_bytes": 2**26, "enforce_eager": True}
     if method is not None:
         arguments["speculative_config"] = {
             "method": method,

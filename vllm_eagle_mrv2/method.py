@@ -7,6 +7,7 @@ resulting configuration as the marker that our speculator was asked for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,10 +77,13 @@ def parse_short_form(text: str) -> dict[str, Any] | None:
                     f"method={METHOD},model=PATH,num_speculative_tokens=3, or JSON."
                 )
             return None
-        try:
-            items[key.strip()] = json.loads(value)
-        except json.JSONDecodeError:
-            items[key.strip()] = value.strip()
+        name = key.strip()
+        if name in items and is_ours(items.get("method")):
+            raise EagleMRV2Error(f"'{name}' stands twice in --speculative-config; give it once.")
+        items[name] = value.strip()
+        if name not in ("method", "model", "revision"):
+            with contextlib.suppress(json.JSONDecodeError):
+                items[name] = json.loads(value)
     return items if is_ours(items.get("method")) else None
 
 
@@ -95,6 +99,7 @@ def translate(speculative_config: Mapping[str, Any], target: str, options: Optio
         EagleMRV2Error: no draft model, a checkpoint that is no EAGLE or MTP head, a K below 1.
     """
     config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    config["model"] = config.get("model") or None
     _, _, forced = config["method"].partition(":")
     if forced and forced not in FAMILIES:
         raise EagleMRV2Error(f"method={METHOD}:{forced} names no family; use one of {', '.join(names())}.")
@@ -114,8 +119,22 @@ def translate(speculative_config: Mapping[str, Any], target: str, options: Optio
         raise EagleMRV2Error(
             f"method={METHOD} needs a draft model: set model in the speculative configuration to an EAGLE head."
         )
+    if family == "mtp":
+        _refuse_misleading_path(config["model"] or target)
+    if config["model"] is None:
+        del config["model"]
     config["method"] = family
     return config, Request(family=family, options=options)
+
+
+def _refuse_misleading_path(path: str) -> None:
+    """vLLM looks at the path of an MTP draft first, and takes what it finds there for the method."""
+    for word in ("eagle-", "eagle3", "dflash", "dspark"):
+        if word in path.lower():
+            raise EagleMRV2Error(
+                f"vLLM takes the MTP draft {path} for another kind because '{word}' stands in its path; "
+                "rename or move the folder."
+            )
 
 
 def detect_family(model: str | None, target: str, revision: str | None = None) -> Family:
@@ -191,27 +210,43 @@ def _read_config(model: str, revision: str | None) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise EagleMRV2Error(
-            f"the configuration of the draft model {model} cannot be read ({reason}); "
-            "check the path, or download it first."
+            f"the configuration of {model} cannot be read ({reason}); check the path, or download it first."
         ) from error
     if not config:
-        raise EagleMRV2Error(f"{model} has no config.json; give the path of an EAGLE or MTP head.")
+        raise EagleMRV2Error(
+            f"{model} has no config.json; give the path of an EAGLE or MTP head, "
+            f"or force its family with method={METHOD}:eagle, :eagle3 or :mtp."
+        )
     return dict(config)
 
 
 def _tensor_names(model: str) -> frozenset[str] | None:
-    """Names of the tensors in a local safetensors checkpoint; None where there is none to look into."""
+    """Names of the tensors in a local safetensors checkpoint; None where there is none to look into.
+
+    Raises:
+        EagleMRV2Error: a file that is not what it is called, such as the pointer that git-lfs leaves.
+    """
     folder = Path(model)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return frozenset(json.loads(index.read_text())["weight_map"])
+        try:
+            return frozenset(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError) as error:
+            raise EagleMRV2Error(
+                f"{index} is not an index of a checkpoint ({error!r}); download the draft model again."
+            ) from error
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         return None
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     names: set[str] = set()
     for file in files:
-        with safe_open(file, framework="np") as checkpoint:
-            names.update(checkpoint.keys())
+        try:
+            with safe_open(file, framework="np") as checkpoint:
+                names.update(checkpoint.keys())
+        except (SafetensorError, OSError) as error:
+            raise EagleMRV2Error(
+                f"{file} is not a complete safetensors file ({error}); download the draft model again."
+            ) from error
     return frozenset(names)

@@ -15,15 +15,16 @@ import argparse
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import wrapt
 
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.method import METHOD, is_ours, mark, names, parse_short_form, request_of, translate
+from vllm_eagle_mrv2.method import METHOD, Request, is_ours, mark, names, parse_short_form, request_of, translate
 from vllm_eagle_mrv2.options import parse_options
 
-_PENDING = "_eagle_mrv2_pending"
+# Key of the request inside a translated speculative configuration, until vLLM has made its own object of it.
+_REQUEST = "_eagle_mrv2_request"
 _installed = False
 
 
@@ -52,9 +53,9 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
 
     def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            take_request(self)
+            request = take_request(self)
             config = original(self, *args, **kwargs)
-            if getattr(self, _PENDING, None) is not None and request_of(config.speculative_config) is None:
+            if request is not None and request_of(config.speculative_config) is None:
                 raise EagleMRV2Error(
                     f"vLLM replaced the speculative configuration that asked for method={METHOD} "
                     "(the target is a speculators checkpoint); give the verifier as the target model "
@@ -66,16 +67,15 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
 
     def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            take_request(self)
+            request = take_request(self)
+            if request is None:
+                return original(self, *args, **kwargs)
+            # vLLM's schema does not know our key; it goes back for the next use of these arguments.
+            self.speculative_config = {k: v for k, v in self.speculative_config.items() if k != _REQUEST}
             config = original(self, *args, **kwargs)
-            request = getattr(self, _PENDING, None)
-            if request is not None and config is not None:
-                if config.method != request.family:
-                    raise EagleMRV2Error(
-                        f"vLLM reads the draft {config.model} as method={config.method} where its checkpoint is of the "
-                        f"family {request.family}; rename its folder, whose name misleads vLLM."
-                    )
-                mark(config, request)
+            self.speculative_config = {**self.speculative_config, _REQUEST: request}
+            check_translated(config, request)
+            mark(config, request)
             return config
 
         return wrapped
@@ -97,8 +97,34 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
         engine_args.add_cli_args = staticmethod(wrapped)
 
 
-def take_request(engine_args: Any) -> None:
-    """Translate the method of an ``EngineArgs`` in place, where it is ours, and note the request on it.
+def check_translated(config: Any, request: Request) -> None:
+    """Refuse drafts that vLLM reads otherwise than their checkpoint says, or runs with a speculator of their own.
+
+    Args:
+        config: vLLM's ``SpeculativeConfig`` for the translated method.
+        request: what was asked for.
+
+    Raises:
+        EagleMRV2Error: with the cause and the remedy.
+    """
+    if config.method != request.family:
+        raise EagleMRV2Error(
+            f"vLLM reads the draft {config.model} as method={config.method} where its checkpoint is of the "
+            f"family {request.family}; rename its folder, whose name misleads vLLM."
+        )
+    for predicate, kind in (("use_gemma4_mtp", "a Gemma 4 MTP head"), ("use_multi_module_mtp", "several MTP modules")):
+        if getattr(config, predicate, lambda: False)():
+            raise EagleMRV2Error(
+                f"the draft {config.model} has {kind}, which vLLM drafts for with a speculator of its own; "
+                f"use method={config.method} instead of {METHOD}."
+            )
+
+
+def take_request(engine_args: Any) -> Request | None:
+    """Translate the method of an ``EngineArgs`` in place, where it is ours; the request goes into its dictionary.
+
+    Returns:
+        the request, or None where ``eagle_mrv2`` was not asked for.
 
     Raises:
         EagleMRV2Error: the request cannot be served here.
@@ -107,8 +133,10 @@ def take_request(engine_args: Any) -> None:
     short = getattr(engine_args, "spec_method", None)
     if isinstance(given, str):
         given = parse_short_form(given) or given
+    if isinstance(given, dict) and isinstance(given.get(_REQUEST), Request):
+        return cast(Request, given[_REQUEST])
     if not (is_ours(short) or (isinstance(given, dict) and is_ours(given.get("method")))):
-        return
+        return None
     asked = dict(given) if isinstance(given, dict) else {}
     if is_ours(short):
         if "method" in asked:
@@ -131,8 +159,8 @@ def take_request(engine_args: Any) -> None:
     host = hosts.installed_host()
     translated, request = translate(asked, engine_args.model, options)
     host.check_request(request, engine_args)
-    engine_args.speculative_config = translated
-    engine_args.__dict__[_PENDING] = request
+    engine_args.speculative_config = {**translated, _REQUEST: request}
+    return request
 
 
 def teach_parser(parser: argparse.ArgumentParser) -> None:

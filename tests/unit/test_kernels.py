@@ -40,10 +40,10 @@ def poisoned(
     idx_dtype: torch.dtype = torch.int32,
     hidden_dtype: torch.dtype = torch.float32,
 ) -> DraftBuffers:
-    """Buffers that hold nothing but sentinels."""
+    """Buffers that hold nothing but sentinels, each the beginning of a longer tensor."""
 
-    def full(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full(shape, SENTINEL, dtype=dtype, device=DEVICE)
+    def full(length: int, *rest: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((length + 8, *rest), SENTINEL, dtype=dtype, device=DEVICE)[:length]
 
     return DraftBuffers(
         input_ids=full(max_num_tokens, dtype=torch.int32),
@@ -61,13 +61,21 @@ def poisoned(
     )
 
 
+def whole(buffer: torch.Tensor) -> torch.Tensor:
+    """A buffer with what lies behind it, where nobody may write."""
+    return buffer if buffer._base is None else buffer._base
+
+
 def clone(buffers: DraftBuffers) -> DraftBuffers:
-    return DraftBuffers(**{field.name: getattr(buffers, field.name).clone() for field in fields(DraftBuffers)})
+    def copied(buffer: torch.Tensor) -> torch.Tensor:
+        return whole(buffer).clone()[: len(buffer)] if buffer.dim() else buffer.clone()
+
+    return DraftBuffers(**{field.name: copied(getattr(buffers, field.name)) for field in fields(DraftBuffers)})
 
 
 def assert_same(actual: DraftBuffers, expected: DraftBuffers) -> None:
     for field in fields(DraftBuffers):
-        found, wanted = getattr(actual, field.name), getattr(expected, field.name)
+        found, wanted = whole(getattr(actual, field.name)), whole(getattr(expected, field.name))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=lambda text, name=field.name: f"{name}: {text}")
 
 
@@ -244,7 +252,13 @@ def test_decode_inputs_by_hand(sample_offset: int) -> None:
     assert buffers.positions.tolist() == [52, 99, 99] + [gone] * 5
     assert buffers.seq_lens.tolist() == [53, 100, 100, 0, 0]
     assert buffers.query_start_loc.tolist() == [0, 1, 2, 3, 3, 3]
-    assert buffers.sample_positions.tolist() == [52 + sample_offset, 100 + sample_offset, 99 + sample_offset, gone, gone]
+    assert buffers.sample_positions.tolist() == [
+        52 + sample_offset,
+        100 + sample_offset,
+        99 + sample_offset,
+        gone,
+        gone,
+    ]
     assert buffers.draft_step.item() == 1
 
 
@@ -292,12 +306,13 @@ def test_update_copies_every_hidden_column(hidden_size: int, hidden_dtype: torch
 
 
 def test_update_reads_feedback_by_its_stride() -> None:
-    """Hidden states may be a slice of a wider tensor."""
-    before, sampled, wide = decoding(3, 1, hidden_size=16)
+    """Hidden states may be slices of wider tensors, the buffer's as well."""
+    before, sampled, _ = decoding(3, 1, hidden_size=16)
+    wide = torch.arange(5 * 24, dtype=torch.float32, device=DEVICE).view(5, 24)
     buffers = replace(before, hidden_states=before.hidden_states[:, :8])
-    update_after_step(buffers, sampled, wide[:, 8:], 3, 3, MAX_LEN)
+    update_after_step(buffers, sampled, wide[:, 8:16], 3, 3, MAX_LEN)
 
-    torch.testing.assert_close(before.hidden_states[:3, :8], wide[:3, 8:], rtol=0, atol=0)
+    torch.testing.assert_close(before.hidden_states[:3, :8], wide[:3, 8:16], rtol=0, atol=0)
     assert (before.hidden_states[:, 8:] == SENTINEL).all()
     assert (before.hidden_states[3:] == SENTINEL).all()
 

@@ -35,7 +35,7 @@ def all_required_symbols() -> Iterable[Symbol]:
 
 def supported() -> str:
     """The releases that this package supports, for a person."""
-    return ", ".join(sorted(str(host.releases) for host in all_hosts()))
+    return " and ".join(sorted(host.series for host in all_hosts()))
 
 
 def host_for(release: str) -> Host:

@@ -29,8 +29,9 @@ class Host:
     """One series of vLLM releases, as data; its speculators are imported only when one is made."""
 
     name: str
+    series: str
+    """The releases that it covers, for a person: ``0.26.x``."""
     releases: SpecifierSet
-    """Releases that the host covers."""
     symbols: tuple[Symbol, ...]
     """Every symbol of vLLM's private modules that the host relies on."""
     stock: frozenset[Behaviour]

@@ -11,6 +11,7 @@ _AUTOREGRESSIVE = f"{GPU}.spec_decode.autoregressive.speculator"
 
 HOST = Host(
     name="v0_26",
+    series="0.26.x",
     releases=SpecifierSet(">=0.26.0,<0.27"),
     stock=frozenset(Behaviour),
     speculators="vllm_eagle_mrv2.hosts.v0_26.speculator",

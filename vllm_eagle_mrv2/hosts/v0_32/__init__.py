@@ -12,6 +12,7 @@ _TARGET_DEPENDENT = f"{GPU}.spec_decode.target_dependent_ar"
 
 HOST = Host(
     name="v0_32",
+    series="0.32.x",
     releases=SpecifierSet(">=0.32.0,<0.33"),
     stock=frozenset(Behaviour),
     speculators="vllm_eagle_mrv2.hosts.v0_32.speculator",

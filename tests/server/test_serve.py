@@ -1,0 +1,192 @@
+"""``vllm serve`` as a user starts it: its own processes, HTTP, a signal to end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+import vllm_eagle_mrv2
+
+pytestmark = pytest.mark.server
+
+PAIR = Path(vllm_eagle_mrv2.__file__).parent / "demo_pair"
+START_SECONDS = 240
+STOP_SECONDS = 60
+REQUEST_SECONDS = 60
+TAKE_OVER = re.compile(r"INFO .*\beagle_mrv2 \S+ drafts on vLLM ")
+
+
+class Server:
+    """A running ``vllm serve``, alone in its process group."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log_file = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("vllm")), "serve", *arguments, "--port", str(self.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_SECONDS, trust_env=False)
+
+    @property
+    def log(self) -> str:
+        """Everything that the server's processes have printed."""
+        return self.log_file.read_text(errors="replace")
+
+    def wait_until_healthy(self) -> None:
+        """Return when /health answers; fail with the log's end where it never does."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with suppress(httpx.TransportError):
+                if self.http.get("/health").status_code == 200:
+                    return
+            time.sleep(1)
+        pytest.fail(f"the server did not start (exit status {self.process.poll()}):\n{self.log[-4000:]}")
+
+    def complete(self, prompt: str) -> str:
+        """A greedy completion in one piece."""
+        answer = self.http.post("/v1/completions", json=self._request(prompt, stream=False))
+        answer.raise_for_status()
+        return answer.json()["choices"][0]["text"]
+
+    def stream(self, prompt: str) -> list[str]:
+        """The pieces of a streamed greedy completion."""
+        pieces = []
+        with self.http.stream("POST", "/v1/completions", json=self._request(prompt, stream=True)) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    return pieces
+                if data:
+                    pieces.append(json.loads(data)["choices"][0]["text"])
+        pytest.fail("the stream ended without [DONE]")
+
+    @staticmethod
+    def _request(prompt: str, stream: bool) -> dict[str, object]:
+        return {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 32, "stream": stream}
+
+    def counter(self, name: str) -> float:
+        """A counter of /metrics, summed over its labels."""
+        samples = re.findall(rf"^vllm:{name}_total(?:{{.*}})? (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        assert samples, f"/metrics has no vllm:{name}_total"
+        return sum(map(float, samples))
+
+    def terminate(self) -> int:
+        """SIGTERM to the server, as an init system sends it; the exit status. Fails where anything stays behind."""
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(STOP_SECONDS)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self.process.pid, 0)
+            except ProcessLookupError:
+                return status
+            time.sleep(0.2)
+        pytest.fail("processes of the server outlived it")
+
+    def kill(self) -> None:
+        """End every process of the server, whatever its state."""
+        self.http.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_SECONDS)
+
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packaged pair, in a folder whose path does not bring our name into a log."""
+    return Path(shutil.copytree(PAIR, tmp_path_factory.mktemp("models") / "pair"))
+
+
+@pytest.fixture
+def start_server(pair: Path, tmp_path: Path) -> Iterator[StartServer]:
+    """Start a healthy server with a speculative configuration; it is gone after the test, whatever happened."""
+    servers: list[Server] = []
+
+    def start(speculative_config: str, **environment: str) -> Server:
+        arguments = [
+            str(pair / "target"),
+            *("--speculative-config", speculative_config),
+            *("--served-model-name", "demo"),
+            *("--host", "127.0.0.1"),
+            *("--dtype", "float32"),
+            *("--max-model-len", "512"),
+            *("--max-num-seqs", "8"),
+            *("--gpu-memory-utilization", "0.3"),
+            # vLLM's default is to kill its engine at once, whose death it then sometimes reports as an error.
+            *("--shutdown-timeout", "20"),
+            "--enforce-eager",
+        ]
+        inherited = {key: value for key, value in os.environ.items() if key != "VLLM_USE_V2_MODEL_RUNNER"}
+        defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        server = Server(arguments, {**defaults, **inherited, **environment}, tmp_path / f"server-{len(servers)}.log")
+        servers.append(server)
+        server.wait_until_healthy()
+        return server
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return json.loads((PAIR / "prompts.json").read_text())[:3]
+
+
+def check_drafts(server: Server, prompts: list[str]) -> None:
+    """Three clients at once get what each gets alone in one piece, and drafts were made and accepted for it."""
+    drafts, accepted = server.counter("spec_decode_num_drafts"), server.counter("spec_decode_num_accepted_tokens")
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        streamed = list(clients.map(server.stream, prompts))
+    assert all(len(pieces) > 1 for pieces in streamed)
+    assert ["".join(pieces) for pieces in streamed] == [server.complete(prompt) for prompt in prompts]
+    assert server.counter("spec_decode_num_drafts") > drafts
+    assert server.counter("spec_decode_num_accepted_tokens") > accepted
+
+
+def check_ends_cleanly(server: Server) -> None:
+    """SIGTERM ends the server as it ends a stock one: status 0, nothing left, nothing raised."""
+    assert server.terminate() == 0
+    assert "Traceback" not in server.log
+
+
+def test_serves_eagle_mrv2(start_server: StartServer, pair: Path, prompts: list[str]) -> None:
+    server = start_server(f"method=eagle_mrv2,model={pair / 'eagle'},num_speculative_tokens=3")
+    check_drafts(server, prompts)
+    assert len(TAKE_OVER.findall(server.log)) == 1
+    check_ends_cleanly(server)
+
+
+def test_leaves_a_stock_server_alone(start_server: StartServer, pair: Path, prompts: list[str]) -> None:
+    config = {"method": "eagle", "model": str(pair / "eagle"), "num_speculative_tokens": 3}
+    server = start_server(json.dumps(config), VLLM_USE_V2_MODEL_RUNNER="1")
+    check_drafts(server, prompts)
+    assert "Using V2 Model Runner" in server.log
+    assert "eagle_mrv2" not in server.log
+    check_ends_cleanly(server)

@@ -1,0 +1,344 @@
+"""The method's name in a speculative configuration: read, translated, and the draft's family told from its files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.method import (
+    FAMILIES,
+    MARKER,
+    Request,
+    detect_family,
+    is_ours,
+    mark,
+    names,
+    parse_short_form,
+    request_of,
+    translate,
+)
+from vllm_eagle_mrv2.options import Options, parse_options
+
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+ONE_LAYER = {**LLAMA, "num_hidden_layers": 1}
+WHOLE_LLAMA = {**LLAMA, "num_hidden_layers": 32}
+EAGLE_TENSORS = ("fc.weight", "embed_tokens.weight", "layers.0.self_attn.q_proj.weight")
+EAGLE3_TENSORS = ("fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight", "d2t", "t2d")
+LLAMA_TENSORS = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight")
+
+Checkpoint = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test of this file may ask the hub for anything."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    """Makes a folder with a config.json and, on request, tensors of these names in one file or in an indexed two."""
+
+    def make(config: dict[str, Any], tensors: Iterable[str] = (), name: str = "draft", *, indexed: bool = False) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        if indexed:
+            weight_map = dict.fromkeys(tensors, "model-00001-of-00002.safetensors")
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        elif tensors:
+            save_file({tensor: torch.zeros(1) for tensor in tensors}, folder / "model.safetensors")
+        return str(folder)
+
+    return make
+
+
+# The short form
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        (
+            "method=eagle_mrv2,model=/m/eagle,num_speculative_tokens=3",
+            {"method": "eagle_mrv2", "model": "/m/eagle", "num_speculative_tokens": 3},
+        ),
+        ("method=eagle_mrv2:mtp,num_speculative_tokens=1", {"method": "eagle_mrv2:mtp", "num_speculative_tokens": 1}),
+        # the order is the user's, spaces do not count, dashes in keys are for vLLM to read
+        ("model = /m , method = eagle_mrv2", {"model": "/m", "method": "eagle_mrv2"}),
+        ("method=eagle_mrv2,draft-tensor-parallel-size=1", {"method": "eagle_mrv2", "draft-tensor-parallel-size": 1}),
+        # paths
+        ("method=eagle_mrv2,model=./up.v1.5/a=b", {"method": "eagle_mrv2", "model": "./up.v1.5/a=b"}),
+        ("method=eagle_mrv2,model=C:\\m", {"method": "eagle_mrv2", "model": "C:\\m"}),
+        ("method=eagle_mrv2,model=", {"method": "eagle_mrv2", "model": ""}),
+        # values that are JSON
+        ("method=eagle_mrv2,a=true,b=false,c=null", {"method": "eagle_mrv2", "a": True, "b": False, "c": None}),
+        ("method=eagle_mrv2,a=0.5,b=-1", {"method": "eagle_mrv2", "a": 0.5, "b": -1}),
+        ("method=eagle_mrv2,revision=True", {"method": "eagle_mrv2", "revision": "True"}),
+    ],
+)
+def test_short_form(text: str, parsed: dict[str, Any]) -> None:
+    found = parse_short_form(text)
+    assert found == parsed
+    assert found is not None
+    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in parsed.items()}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"method": "eagle_mrv2", "model": "/m", "num_speculative_tokens": 3}',
+        ' {"model": "a=b", "method": "eagle_mrv2"}',
+        '["method=eagle_mrv2"]',
+        "method=eagle,model=/m,num_speculative_tokens=3",
+        "method=eagle_mrv3",
+        "method=eagle,nothing",
+        "model=/m,num_speculative_tokens=3",
+        "eagle_mrv2",
+        "null",
+        "",
+        "=",
+    ],
+)
+def test_what_is_not_our_short_form_is_left_to_vllm(text: str) -> None:
+    assert parse_short_form(text) is None
+
+
+@pytest.mark.parametrize("text", ["method=eagle_mrv2,/m", "method=eagle_mrv2,=3", "method=eagle_mrv2,"])
+def test_malformed_short_form(text: str) -> None:
+    with pytest.raises(EagleMRV2Error, match="is not key=value; write method=eagle_mrv2"):
+        parse_short_form(text)
+
+
+@pytest.mark.parametrize(
+    ("method", "ours"),
+    [
+        *((name, True) for name in names()),
+        ("eagle_mrv2:anything", True),
+        ("eagle_mrv22", False),
+        ("eagle", False),
+        (None, False),
+        (3, False),
+    ],
+)
+def test_is_ours(method: object, ours: bool) -> None:
+    assert is_ours(method) is ours
+
+
+# Translation
+
+
+def test_translate(checkpoint: Checkpoint) -> None:
+    draft = checkpoint(ONE_LAYER, EAGLE_TENSORS)
+    asked = {"method": "eagle_mrv2", "model": draft, "num-speculative-tokens": 3, "draft_tensor_parallel_size": 1}
+    kept = dict(asked)
+    options = parse_options({"eagle_mrv2": {"disable": ["full_decode_only"]}})
+
+    config, request = translate(asked, "target", options)
+
+    assert config == {"method": "eagle", "model": draft, "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    assert request == Request(family="eagle", options=options)
+    assert asked == kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forced_family_reads_no_checkpoint(family: str) -> None:
+    asked = {"method": f"eagle_mrv2:{family}", "model": "/not/there", "num_speculative_tokens": 1}
+    config, request = translate(asked, "target", Options())
+    assert config["method"] == family
+    assert request.family == family
+
+
+@pytest.mark.parametrize("forced", ["medusa", "EAGLE", "eagle:eagle3", "eagle "])
+def test_a_family_that_does_not_exist(forced: str) -> None:
+    with pytest.raises(EagleMRV2Error, match="names no family; use one of eagle_mrv2, eagle_mrv2:eagle, "):
+        translate({"method": f"eagle_mrv2:{forced}", "model": "/m", "num_speculative_tokens": 1}, "t", Options())
+
+
+@pytest.mark.parametrize("tokens", [0, -1, "3", True, 2.0, [3]])
+def test_num_speculative_tokens_must_be_a_positive_whole_number(tokens: object) -> None:
+    asked = {"method": "eagle_mrv2:eagle", "model": "/m", "num_speculative_tokens": tokens}
+    with pytest.raises(EagleMRV2Error, match="needs num_speculative_tokens of at least 1") as refused:
+        translate(asked, "t", Options())
+    assert repr(tokens) in str(refused.value)
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_num_speculative_tokens_must_be_given(family: str) -> None:
+    with pytest.raises(EagleMRV2Error, match="needs num_speculative_tokens; 3 is a good start"):
+        translate({"method": f"eagle_mrv2:{family}", "model": "/m"}, "t", Options())
+
+
+def test_mtp_needs_neither_tokens_nor_model() -> None:
+    config, _ = translate({"method": "eagle_mrv2:mtp"}, "t", Options())
+    assert config == {"method": "mtp"}
+
+
+@pytest.mark.parametrize("method", ["eagle_mrv2", "eagle_mrv2:eagle", "eagle_mrv2:eagle3"])
+def test_no_draft_model(method: str, checkpoint: Checkpoint) -> None:
+    with pytest.raises(EagleMRV2Error, match="needs a draft model"):
+        translate({"method": method, "num_speculative_tokens": 3}, checkpoint(WHOLE_LLAMA, name="t"), Options())
+
+
+# The family of a checkpoint
+
+HEADS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "EAGLE-1 as a one-layer Llama": ("eagle", ONE_LAYER, EAGLE_TENSORS),
+    "EAGLE-1 whose weights are not to be seen": ("eagle", ONE_LAYER, ()),
+    "EAGLE-1 by architecture": ("eagle", {"architectures": ["EagleLlamaForCausalLM"]}, ()),
+    "EAGLE-1 by model type": ("eagle", {"model_type": "eagle"}, ()),
+    "EAGLE-1 whose architecture says MTP too": ("eagle", {"architectures": ["EagleDeepSeekMTPModel"]}, ()),
+    "EAGLE-3 by architecture": ("eagle3", {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}, ()),
+    "EAGLE-3 of another spelling": ("eagle3", {"architectures": ["Eagle3LlamaForCausalLM"]}, ()),
+    "EAGLE-3 as a one-layer Llama": ("eagle3", {**ONE_LAYER, "draft_vocab_size": 32000}, EAGLE3_TENSORS),
+    "EAGLE-3 as a one-layer Llama, weights not seen": ("eagle3", {**ONE_LAYER, "draft_vocab_size": 32000}, ()),
+    "EAGLE-3 by its tensors alone": ("eagle3", ONE_LAYER, EAGLE3_TENSORS),
+    "EAGLE-3 of the whole vocabulary": ("eagle3", ONE_LAYER, EAGLE3_TENSORS[:4]),
+    "EAGLE-3 by its layers of the target": ("eagle3", {**ONE_LAYER, "eagle_aux_hidden_state_layer_ids": [2, 9]}, ()),
+    "speculators, EAGLE-1": ("eagle", {"speculators_model_type": "eagle", **ONE_LAYER}, ()),
+    "speculators, EAGLE-3": ("eagle3", {"speculators_model_type": "eagle3", **ONE_LAYER}, ()),
+    "speculators, EAGLE-1 that looks like EAGLE-3": (
+        "eagle",
+        {"speculators_model_type": "eagle", "architectures": ["Eagle3Speculator"]},
+        (),
+    ),
+    "MTP of MiMo": ("mtp", {"architectures": ["MiMoMTPModel"], "num_nextn_predict_layers": 1}, ()),
+    "MTP by model type": ("mtp", {"model_type": "deepseek_mtp"}, ()),
+    "MTP of another spelling": ("mtp", {"architectures": ["DeepseekV3ForCausalLMNextN"]}, ()),
+}
+
+
+@pytest.mark.parametrize(("family", "config", "tensors"), HEADS.values(), ids=HEADS.keys())
+def test_family(family: str, config: dict[str, Any], tensors: tuple[str, ...], checkpoint: Checkpoint) -> None:
+    assert detect_family(checkpoint(config, tensors), "target") == family
+
+
+@pytest.mark.parametrize(("tensors", "family"), [(EAGLE_TENSORS, "eagle"), (EAGLE3_TENSORS, "eagle3")])
+def test_family_by_an_index_of_tensors(tensors: tuple[str, ...], family: str, checkpoint: Checkpoint) -> None:
+    assert detect_family(checkpoint(ONE_LAYER, tensors, indexed=True), "target") == family
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tensors", "family"),
+    [
+        ("eagle3-foo", ONE_LAYER, EAGLE_TENSORS, "eagle"),
+        ("eagle-foo", {**ONE_LAYER, "draft_vocab_size": 8}, EAGLE3_TENSORS, "eagle3"),
+        ("mtp", ONE_LAYER, EAGLE_TENSORS, "eagle"),
+    ],
+)
+def test_the_name_of_the_folder_says_nothing(
+    name: str, config: dict[str, Any], tensors: tuple[str, ...], family: str, checkpoint: Checkpoint
+) -> None:
+    assert detect_family(checkpoint(config, tensors, name), "target") == family
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "text_config"])
+def test_mtp_inside_the_target(key: str, nested: bool, checkpoint: Checkpoint) -> None:
+    config: dict[str, Any] = {**WHOLE_LLAMA, **({"text_config": {key: 1}} if nested else {key: 1})}
+    target = checkpoint(config, name="target")
+    assert detect_family(None, target) == "mtp"
+    assert detect_family(target, target) == "mtp"
+
+
+def test_zero_mtp_layers_are_none(checkpoint: Checkpoint) -> None:
+    target = checkpoint({**WHOLE_LLAMA, "num_nextn_predict_layers": 0}, name="target")
+    with pytest.raises(EagleMRV2Error, match="has no MTP layers of its own"):
+        detect_family(None, target)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    [
+        (WHOLE_LLAMA, ()),
+        (WHOLE_LLAMA, LLAMA_TENSORS),
+        (ONE_LAYER, LLAMA_TENSORS),
+        ({"architectures": ["LlamaModel"], "num_hidden_layers": 1}, ()),
+        ({"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]}, ()),
+        ({"architectures": ["MedusaModel"], "model_type": "medusa"}, ()),
+        ({"num_hidden_layers": 1}, ()),
+    ],
+    ids=["whole Llama", "whole Llama, seen", "one layer without fc", "no head", "DFlash", "Medusa", "no architecture"],
+)
+def test_what_is_no_head_is_refused(config: dict[str, Any], tensors: tuple[str, ...], checkpoint: Checkpoint) -> None:
+    draft = checkpoint(config, tensors)
+    with pytest.raises(EagleMRV2Error, match="is no EAGLE or MTP head") as refused:
+        detect_family(draft, "target")
+    assert draft in str(refused.value)
+    assert "method=eagle_mrv2:eagle" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        ("model.safetensors.index.json", "{}"),
+    ],
+    ids=["not downloaded", "index of nothing"],
+)
+def test_weights_that_cannot_be_read(name: str, content: str, checkpoint: Checkpoint) -> None:
+    draft = checkpoint(ONE_LAYER)
+    (Path(draft) / name).write_text(content)
+    with pytest.raises(EagleMRV2Error) as refused:
+        detect_family(draft, "target")
+    assert draft in str(refused.value)
+
+
+def assert_one_sentence(error: Exception) -> None:
+    message = str(error)
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    missing = str(tmp_path / "gone")
+    with pytest.raises(EagleMRV2Error, match="cannot be read") as refused:
+        detect_family(missing, "target")
+    assert missing in str(refused.value)
+    assert_one_sentence(refused.value)
+
+
+def test_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(EagleMRV2Error) as refused:
+        detect_family(str(tmp_path), "target")
+    assert str(tmp_path) in str(refused.value)
+    assert_one_sentence(refused.value)
+
+
+def test_config_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(EagleMRV2Error, match="cannot be read") as refused:
+        detect_family(str(tmp_path), "target")
+    assert_one_sentence(refused.value)
+
+
+# The marker
+
+
+def test_mark_and_request_of() -> None:
+    config, request = SimpleNamespace(method="eagle"), Request("eagle", Options())
+    assert request_of(config) is None
+    mark(config, request)
+    assert request_of(config) is request
+    assert request_of(SimpleNamespace(method="eagle_mrv2")) is None
+    assert request_of(SimpleNamespace(**{MARKER: "eagle"})) is None
+    assert request_of(None) is None
+
+
+def test_a_request_travels() -> None:
+    request = Request("eagle3", parse_options({"eagle_mrv2": {"disable": ["actual_max_seq_len"]}}))
+    config = SimpleNamespace()
+    mark(config, request)
+    for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), copy.copy(config)):
+        assert request_of(copied) == request

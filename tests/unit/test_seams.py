@@ -1,0 +1,442 @@
+"""The seams in the installed vLLM, from a user's configuration to the class of the speculator; no engine is started."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_eagle_mrv2 import hosts, seams
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.hosts import v0_26
+from vllm_eagle_mrv2.method import Request, request_of
+from vllm_eagle_mrv2.options import Options
+from vllm_eagle_mrv2.plugin import register
+
+pytest.importorskip("vllm")
+register()
+
+import vllm  # noqa: E402
+from vllm.config.vllm import VllmConfig  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "target": LLAMA,
+    "head": {**LLAMA, "num_hidden_layers": 1},
+    "head3": {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 64},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A clean environment, and a look at the installed vLLM that is not remembered from another test."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    cached = hosts.installed_host
+    cached.cache_clear()
+    yield
+    cached.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with nothing but a config.json each."""
+    root = tmp_path_factory.mktemp("models")
+    for name, config in CHECKPOINTS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    return {name: str(root / name) for name in CHECKPOINTS}
+
+
+COMMON = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "enforce_eager": True,
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+}
+
+
+def ask(models: dict[str, str], method: str = "eagle_mrv2", head: str = "head", **more: Any) -> EngineArgs:
+    speculative = {"method": method, "model": models[head], "num_speculative_tokens": 3}
+    return EngineArgs(model=models["target"], **{**COMMON, "speculative_config": speculative, **more})
+
+
+def request_in(config: VllmConfig) -> Request | None:
+    return request_of(config.speculative_config)
+
+
+# The configuration
+
+
+@pytest.mark.parametrize(
+    ("method", "head", "family"),
+    [
+        ("eagle_mrv2", "head", "eagle"),
+        ("eagle_mrv2", "head3", "eagle3"),
+        ("eagle_mrv2:eagle3", "head", "eagle3"),
+    ],
+)
+def test_the_method_becomes_the_stock_one_with_a_marker(
+    method: str, head: str, family: str, models: dict[str, str]
+) -> None:
+    config = ask(models, method, head).create_engine_config()
+    assert config.speculative_config.method == family
+    assert config.speculative_config.num_speculative_tokens == 3
+    assert request_in(config) == Request(family, Options())
+
+
+def test_options_reach_the_marker(models: dict[str, str]) -> None:
+    options = {"disable": ["full_decode_only"], "draft_logits_dtype": "head"}
+    request = request_in(ask(models, additional_config={"eagle_mrv2": options}).create_engine_config())
+    assert request is not None
+    assert request.options == Options.model_validate(options)
+
+
+def test_the_marker_survives_the_way_into_a_worker(models: dict[str, str]) -> None:
+    config = ask(models).create_engine_config()
+    for arrived in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert request_in(arrived) == request_in(config) != None  # noqa: E711
+        assert arrived.use_v2_model_runner is True
+
+
+def test_the_same_arguments_can_be_used_twice(models: dict[str, str]) -> None:
+    arguments = ask(models)
+    first, second = arguments.create_engine_config(), arguments.create_engine_config()
+    assert request_in(first) == request_in(second) == Request("eagle", Options())
+
+
+def test_the_users_dictionary_is_not_changed(models: dict[str, str]) -> None:
+    arguments = ask(models)
+    given = arguments.speculative_config
+    kept = dict(given)
+    arguments.create_engine_config()
+    assert given == kept
+
+
+@pytest.mark.parametrize("speculative", [None, "eagle"])
+def test_what_did_not_ask_is_stock(speculative: str | None, models: dict[str, str]) -> None:
+    arguments = ask(models, "eagle") if speculative else ask(models, speculative_config=None)
+    assert request_in(arguments.create_engine_config()) is None
+
+
+def test_stock_arguments_after_ours_are_stock(models: dict[str, str]) -> None:
+    assert request_in(ask(models).create_engine_config()) is not None
+    assert request_in(ask(models, "eagle").create_engine_config()) is None
+
+
+def test_arguments_turned_stock_are_stock(models: dict[str, str]) -> None:
+    arguments = ask(models)
+    arguments.create_engine_config()
+    arguments.speculative_config = ask(models, "eagle").speculative_config
+    assert request_in(arguments.create_engine_config()) is None
+
+
+def test_arguments_copied_after_use_are_still_ours(models: dict[str, str]) -> None:
+    arguments = ask(models)
+    arguments.create_engine_config()
+    assert request_in(dataclasses.replace(arguments).create_engine_config()) == Request("eagle", Options())
+
+
+def test_model_runner_v2_is_chosen_for_us_and_for_nobody_else(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, stock = ask(models).create_engine_config(), ask(models, "eagle").create_engine_config()
+    for forced, stock_uses_it in (("0", False), ("1", True)):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", forced)
+        assert ours.use_v2_model_runner is True
+        assert stock.use_v2_model_runner is stock_uses_it
+
+
+@pytest.mark.skipif("spec_method" not in EngineArgs.__dataclass_fields__, reason="this release has no --spec-method")
+class TestSpecArguments:
+    """The method in ``spec_method``, ``spec_model`` and ``spec_tokens``."""
+
+    def test_alone(self, models: dict[str, str]) -> None:
+        arguments = ask(
+            models, speculative_config=None, spec_method="eagle_mrv2", spec_model=models["head"], spec_tokens=2
+        )
+        config = arguments.create_engine_config()
+        assert request_in(config) == Request("eagle", Options())
+        assert config.speculative_config.num_speculative_tokens == 2
+
+    def test_beside_the_configuration(self, models: dict[str, str]) -> None:
+        given = {"method": "eagle_mrv2", "model": models["head"]}
+        config = ask(models, speculative_config=given, spec_tokens=2).create_engine_config()
+        assert request_in(config) == Request("eagle", Options())
+        assert config.speculative_config.num_speculative_tokens == 2
+        assert given == {"method": "eagle_mrv2", "model": models["head"]}
+
+    @pytest.mark.parametrize(
+        ("spec", "key"),
+        [({"spec_method": "eagle_mrv2"}, "method"), ({"spec_tokens": 2}, "num_speculative_tokens")],
+    )
+    def test_given_twice(self, spec: dict[str, Any], key: str, models: dict[str, str]) -> None:
+        with pytest.raises(EagleMRV2Error, match=f"and (method|{key}) in --speculative-config exclude each other"):
+            ask(models, **spec).create_engine_config()
+
+
+# Refusals
+
+
+def refused(arguments: EngineArgs) -> str:
+    """The one sentence that an engine refuses these arguments with."""
+    with pytest.raises(EagleMRV2Error) as error:
+        arguments.create_engine_config()
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+@pytest.mark.parametrize("value", ["0", "false", " False "])
+def test_model_runner_v1_forced(value: str, models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ask(models)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+    assert "VLLM_USE_V2_MODEL_RUNNER=0 forbids; unset it" in refused(arguments)
+
+
+def test_eagle3_over_pipeline_stages_where_the_release_cannot(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "installed_host", lambda: v0_26.HOST)
+    message = refused(ask(models, head="head3", pipeline_parallel_size=2))
+    assert "EAGLE-3 does not run with pipeline_parallel_size=2" in message
+
+
+def test_bad_options(models: dict[str, str]) -> None:
+    message = refused(ask(models, additional_config={"eagle_mrv2": {"typo": 1}}))
+    assert "unknown option 'typo'" in message
+    assert "draft_logits_dtype" in message
+
+
+def test_bad_options_of_nobody(models: dict[str, str]) -> None:
+    stock = ask(models, "eagle", additional_config={"eagle_mrv2": {"typo": 1}})
+    assert request_in(stock.create_engine_config()) is None
+
+
+def test_draft_that_is_a_whole_model(models: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 32}))
+    arguments = ask(models)
+    arguments.speculative_config["model"] = str(tmp_path)
+    assert "is no EAGLE or MTP head" in refused(arguments)
+
+
+def test_unsupported_release(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    message = refused(ask(models))
+    assert "does not support vLLM 0.34.0" in message
+    for host in hosts.all_hosts():
+        assert str(host.releases) in message
+    assert request_in(ask(models, "eagle").create_engine_config()) is None
+    assert parse("--speculative-config", '{"method": "eagle"}').speculative_config == {"method": "eagle"}
+
+
+def test_missing_symbol(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("vllm.v1.worker.gpu.attn_utils.build_slot_mappings_by_layer")
+    message = refused(ask(models))
+    assert "vllm.v1.worker.gpu.attn_utils:build_slot_mappings_by_layer is missing" in message
+    assert "more" not in message
+    assert request_in(ask(models, "eagle").create_engine_config()) is None
+
+
+def engine_that_reads(speculative: Any) -> Any:
+    """Arguments, asked for with our method, of an engine whose vLLM makes this of the speculative configuration."""
+
+    class Arguments:
+        model, additional_config = "target", None
+
+        def __init__(self) -> None:
+            self.speculative_config = {"method": "eagle_mrv2:mtp", "model": "eagle-deepseek"}
+
+        def create_speculative_config(self) -> Any:
+            assert self.speculative_config["method"] == "mtp"
+            return speculative
+
+        def create_engine_config(self) -> Any:
+            return SimpleNamespace(speculative_config=self.create_speculative_config())
+
+        @staticmethod
+        def add_cli_args(parser: Any) -> Any:
+            return parser
+
+    seams._wrap_engine_args(SimpleNamespace(EngineArgs=Arguments))  # type: ignore[arg-type]
+    return Arguments()
+
+
+def test_a_draft_that_vllm_reads_as_we_do() -> None:
+    config = engine_that_reads(SimpleNamespace(method="mtp", model="eagle-deepseek")).create_engine_config()
+    assert request_in(config) == Request("mtp", Options())
+
+
+def test_a_draft_whose_folder_misleads_vllm() -> None:
+    """For an MTP head vLLM looks at the path; where that changes the method, our marker must not ride on it."""
+    misled = SimpleNamespace(method="eagle", model="eagle-deepseek")
+    message = refused(engine_that_reads(misled))
+    assert "vLLM reads the draft eagle-deepseek as method=eagle" in message
+    assert "rename its folder" in message
+    assert request_of(misled) is None
+
+
+def test_a_configuration_that_vllm_drops() -> None:
+    assert "vLLM replaced the speculative configuration" in refused(engine_that_reads(None))
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+def parse(*arguments: str) -> Any:
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(arguments))
+
+
+HEAD = "HEAD"  # stands for the path of the head
+FORMS = {
+    "short": ["--speculative-config", "method=eagle_mrv2,model=HEAD,num_speculative_tokens=3"],
+    "short, with =": ["--speculative-config=method=eagle_mrv2,model=HEAD,num_speculative_tokens=3"],
+    "short, with a forced family": ["-sc", "method=eagle_mrv2:eagle,model=HEAD,num_speculative_tokens=3"],
+    "short, with an underscore": ["--speculative_config", "method=eagle_mrv2,model=HEAD,num_speculative_tokens=3"],
+    "JSON": ["--speculative-config", '{"method": "eagle_mrv2", "model": "HEAD", "num_speculative_tokens": 3}'],
+    "dotted": [
+        "--speculative-config.method",
+        "eagle_mrv2",
+        "--speculative-config.model",
+        "HEAD",
+        "--speculative-config.num_speculative_tokens",
+        "3",
+    ],
+}
+if "spec_method" in EngineArgs.__dataclass_fields__:
+    FORMS["--spec-method"] = ["--spec-method", "eagle_mrv2", "--spec-model", "HEAD", "--spec-tokens", "3"]
+    FORMS["--spec-method, forced"] = ["--spec-method", "eagle_mrv2:eagle", "--spec-model", "HEAD", "--spec-tokens", "3"]
+    FORMS["--spec-tokens beside"] = ["-sc", "method=eagle_mrv2,model=HEAD", "--spec-tokens", "3"]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_command_line(form: list[str], models: dict[str, str], parser: FlexibleArgumentParser) -> None:
+    common = ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--max-model-len", "64"]
+    written = [argument.replace(HEAD, models["head"]) for argument in form]
+    parsed = parser.parse_args(["--model", models["target"], *common, *written])
+    config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    assert request_in(config) == Request("eagle", Options())
+    assert config.speculative_config.model == models["head"]
+    assert config.speculative_config.num_speculative_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "eagle", "model": "a=b,c=d", "num_speculative_tokens": 3},
+        {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4},
+        {},
+    ],
+)
+def test_json_of_other_methods_is_as_given(given: dict[str, Any], parser: FlexibleArgumentParser) -> None:
+    assert parser.parse_args(["--speculative-config", json.dumps(given)]).speculative_config == given
+    assert parser.parse_args([]).speculative_config is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("method=eagle_mrv2,/m", "'/m' in --speculative-config is not key=value"),
+        ("method=eagle,model=/m", "method=eagle,model=/m"),
+        ("{", "{"),
+    ],
+)
+def test_what_cannot_be_read_stops_the_command(
+    text: str, says: str, parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--speculative-config", text])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert says in error
+    assert "argument --speculative-config" in error
+
+
+@pytest.mark.skipif("spec_method" not in EngineArgs.__dataclass_fields__, reason="this release has no --spec-method")
+def test_spec_method_takes_no_other_new_names(parser: FlexibleArgumentParser) -> None:
+    assert parser.parse_args(["--spec-method", "eagle"]).spec_method == "eagle"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--spec-method", "eagle_mrv3"])
+
+
+# The seams themselves
+
+WRAPPED = ("create_engine_config", "create_speculative_config", "add_cli_args")
+
+
+def test_registering_again_is_harmless(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: getattr(EngineArgs, name) for name in WRAPPED}
+    decides = VllmConfig.__dict__["use_v2_model_runner"]
+    register()
+    monkeypatch.setattr(seams, "_installed", False)  # as in a process that lost sight of the first time
+    register()
+
+    for name, wrapped in before.items():
+        assert getattr(EngineArgs, name) is wrapped
+        assert not hasattr(wrapped._eagle_mrv2_original, "_eagle_mrv2_original")
+    assert VllmConfig.__dict__["use_v2_model_runner"] is decides
+    assert not hasattr(decides.fget._eagle_mrv2_original, "_eagle_mrv2_original")
+    assert request_in(ask(models).create_engine_config()) is not None
+
+
+def make_speculator(config: VllmConfig) -> Any:
+    from vllm.v1.worker.gpu.spec_decode import init_speculator
+
+    # Later releases hand on the request states, which an EAGLE speculator does not look at.
+    further = [None] * (init_speculator._eagle_mrv2_original.__code__.co_argcount - 2)
+    return init_speculator(config, torch.device("cpu"), *further)
+
+
+@pytest.mark.parametrize("head", ["head", "head3"])
+def test_the_class_of_the_speculator(head: str, models: dict[str, str]) -> None:
+    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+    family = {"head": "eagle", "head3": "eagle3"}[head]
+    stock = make_speculator(ask(models, family, head).create_engine_config())
+    assert type(stock) is EagleSpeculator
+
+    ours = make_speculator(ask(models, "eagle_mrv2", head).create_engine_config())
+    assert isinstance(ours, EagleSpeculator)
+    assert type(ours).__module__ == hosts.installed_host().speculators
+    assert ours.request == Request(family, Options())
+
+
+def test_the_model_runner_calls_our_init_speculator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports the function by name; imported before us, it holds the stock one."""
+    from vllm.v1.worker.gpu import model_runner, spec_decode
+
+    assert hasattr(model_runner.init_speculator, "_eagle_mrv2_original")
+    monkeypatch.setattr(model_runner, "init_speculator", spec_decode.init_speculator._eagle_mrv2_original)
+    monkeypatch.setattr(seams, "_installed", False)
+    register()
+    assert hasattr(model_runner.init_speculator, "_eagle_mrv2_original")

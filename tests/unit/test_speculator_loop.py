@@ -1,0 +1,459 @@
+"""The draft loop on a host made for it: what it asks for, in which order, and which tokens come out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.options import Options
+from vllm_eagle_mrv2.speculator import DraftConfig, DraftLoop, GraphRun
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PRIME = 101  # tokens and hidden states of the toy model are residues
+MAX_LEN = 64  # max_model_len
+MAX_NUM_REQS = 6
+MAX_NUM_TOKENS = 48
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, and Triton is not interpreted"
+)
+
+
+def toy_model(token: Any, position: Any, state: Any) -> tuple[Any, Any]:
+    """The draft model, on numbers or on tensors: the state for the head, and the one for the next step."""
+    for_head = (31 * token + 7 * position + 3 * state + 1) % PRIME
+    return for_head, (5 * for_head + 2) % PRIME
+
+
+def toy_sampler(for_head: Any, position: Any) -> Any:
+    return (for_head + 13 * position) % PRIME
+
+
+@dataclass
+class Row:
+    """One request of a batch."""
+
+    tokens: list[int]
+    start: int  # position of the first token
+    rejected: int = 0
+    following: int = 9  # the sampled token, or the next one of a prompt
+    sampled: bool = True
+
+    @property
+    def kept(self) -> int:
+        return len(self.tokens) - self.rejected
+
+    @property
+    def length(self) -> int:
+        """The sequence's length in the target's batch, rejected tokens included."""
+        return self.start + len(self.tokens)
+
+
+ROWS = [
+    Row([3, 4, 5, 6], start=10, rejected=2, following=50),
+    Row([11, 12, 13, 14, 15], start=0, following=51, sampled=False),
+    Row([21], start=30, following=52),
+    Row([22, 23], start=MAX_LEN - 3, following=53),
+]
+
+
+def target_state(row: int, token: int) -> int:
+    return (17 * row + 29 * token + 4) % PRIME
+
+
+def expected_drafts(rows: list[Row], num_draft_tokens: int, sample_offset: int) -> list[list[int]]:
+    """What the loop computes, unrolled for one request after the other."""
+    drafts = []
+    for number, row in enumerate(rows):
+        position, token = row.start + row.kept - 1, row.following
+        sample_position = position + sample_offset
+        for_head, state = toy_model(token, position, target_state(number, row.kept - 1))
+        token = toy_sampler(for_head, sample_position)
+        drafted = [token]
+        for _ in range(num_draft_tokens - 1):
+            position, sample_position = min(position + 1, MAX_LEN - 1), sample_position + 1
+            for_head, state = toy_model(token, position, state)
+            token = toy_sampler(for_head, sample_position)
+            drafted.append(token)
+        drafts.append(drafted)
+    return drafts
+
+
+def batch_of(rows: list[Row], num_draft_tokens: int, **changes: Any) -> DraftBatch:
+    def ints(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    lengths = [len(row.tokens) for row in rows]
+    states = [MAX_NUM_REQS - 1 - number for number in range(len(rows))]  # batch row -> request state
+    last_sampled, next_prefill = [PRIME] * MAX_NUM_REQS, [PRIME] * MAX_NUM_REQS
+    for row, state in zip(rows, states, strict=True):
+        (last_sampled if row.sampled else next_prefill)[state] = row.following
+    hidden = [target_state(number, token) for number, length in enumerate(lengths) for token in range(length)]
+    batch = DraftBatch(
+        num_reqs=len(rows),
+        num_tokens=sum(lengths),
+        num_tokens_padded=sum(lengths) + 3,
+        uniform_query_len=None,
+        num_draft_tokens=num_draft_tokens,
+        input_ids=ints([token for row in rows for token in row.tokens] + [0] * 3),
+        positions=ints([row.start + i for row in rows for i in range(len(row.tokens))] + [0] * 3, torch.int64),
+        query_start_loc=ints([sum(lengths[:number]) for number in range(len(rows) + 1)]),
+        seq_lens=ints([row.length for row in rows]),
+        # An upper bound, in a buffer that goes on after the batch with what an earlier one left.
+        seq_lens_cpu_upper_bound=torch.tensor([row.length for row in rows] + [MAX_LEN], dtype=torch.int32),
+        idx_mapping=ints(states),
+        hidden_states=ints([*hidden, *[0] * 3], torch.int64).float()[:, None].repeat(1, 2),
+        num_sampled=ints([int(row.sampled) for row in rows]),
+        num_rejected=ints([row.rejected for row in rows]),
+        last_sampled=ints(last_sampled, torch.int64),
+        next_prefill_tokens=ints(next_prefill),
+        temperature=torch.zeros(MAX_NUM_REQS, device=DEVICE),
+        seeds=torch.zeros(MAX_NUM_REQS, dtype=torch.int64, device=DEVICE),
+        attn_metadata="the target's metadata",
+        slot_mappings="the target's slots",
+    )
+    return replace(batch, **changes)
+
+
+def make_buffers(num_draft_tokens: int) -> DraftBuffers:
+    """Buffers that an earlier batch has used."""
+
+    def used(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full(shape, 1, dtype=dtype, device=DEVICE)
+
+    return DraftBuffers(
+        input_ids=used(MAX_NUM_TOKENS, dtype=torch.int32),
+        positions=used(MAX_NUM_TOKENS),
+        query_start_loc=used(MAX_NUM_REQS + 1, dtype=torch.int32),
+        seq_lens=used(MAX_NUM_REQS, dtype=torch.int32),
+        idx_mapping=used(MAX_NUM_REQS, dtype=torch.int32),
+        temperature=used(MAX_NUM_REQS, dtype=torch.float32),
+        seeds=used(MAX_NUM_REQS),
+        hidden_states=used(MAX_NUM_TOKENS, 2, dtype=torch.float32),
+        last_token_indices=used(MAX_NUM_REQS),
+        sample_positions=used(MAX_NUM_REQS),
+        draft_tokens=used(MAX_NUM_REQS, num_draft_tokens),
+        draft_step=used(),
+    )
+
+
+@dataclass
+class ToyHost:
+    """A `DraftHost` that writes down what it is asked for; its graphs are passes over padded batches."""
+
+    refreshes_in_graph: bool = False
+    full_graphs: bool = False
+    one_state: bool = False  # the head and the next step get the same hidden states
+    draft_max_seq_len: int = -1
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    lengths_at_builds: list[list[int]] = field(default_factory=list)
+    positions_at_builds: list[list[int]] = field(default_factory=list)
+    sampled: list[tuple[int, bool]] = field(default_factory=list)  # draft_step, keep_logits
+    inputs: list[tuple[Any, Any]] = field(default_factory=list)  # metadata and slots of each forward pass
+    across_dp: list[Any] = field(default_factory=list)
+    in_replay: bool = False
+    loop: DraftLoop = field(init=False)
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+    def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
+        self.calls.append(("begin_prefill",))
+        return batch.num_tokens, batch.num_tokens_padded
+
+    def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
+        self.calls.append(("dispatch_prefill", num_tokens, num_tokens_padded))
+        return GraphRun("prefill graph", "mode", self.full_graphs, num_tokens_padded, "across DP, prefill")
+
+    def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
+        self.calls.append(("dispatch_decode",))
+        return GraphRun("decode graph", "mode", self.full_graphs, batch.num_reqs, "across DP, decode")
+
+    def on_prefill_begin(self, num_reqs: int) -> None:
+        self.calls.append(("on_prefill_begin", num_reqs))
+
+    def on_prefill_end(self, num_reqs: int) -> None:
+        self.calls.append(("on_prefill_end", num_reqs))
+
+    def on_multi_step_decode_begin(self, num_reqs: int) -> None:
+        self.calls.append(("on_multi_step_decode_begin", num_reqs))
+
+    def on_multi_step_decode_end(self, num_reqs: int) -> None:
+        self.calls.append(("on_multi_step_decode_end", num_reqs))
+
+    def before_forward(self, num_tokens: int) -> None:
+        if not self.in_replay:
+            self.calls.append(("before_forward", num_tokens))
+
+    def run_draft_model(
+        self, num_tokens: int, attn_metadata: Any, slot_mappings: Any, across_dp: Any, mode: Any, mm_inputs: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append(("forward", "in replay" if self.in_replay else "eager"))
+        self.inputs.append((attn_metadata, slot_mappings))
+        self.across_dp.append(across_dp)
+        buffers = self.loop.buffers
+        tokens, positions = buffers.input_ids[:num_tokens, None], buffers.positions[:num_tokens, None]
+        for_head, for_next_step = toy_model(tokens, positions, buffers.hidden_states[:num_tokens])
+        return for_head, for_head if self.one_state else for_next_step
+
+    def sample(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
+    ) -> torch.Tensor:
+        assert hidden_states.shape[0] == positions.shape[0] == idx_mapping.shape[0]
+        self.sampled.append((int(self.loop.buffers.draft_step), keep_logits))
+        return toy_sampler(hidden_states[:, 0].long(), positions)
+
+    def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
+        self.calls.append(("rebuild_prefill_metadata",))
+        return "the draft's metadata", "the draft's slots"
+
+    def begin_decode(self, batch: DraftBatch) -> None:
+        self.calls.append(("begin_decode",))
+
+    def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
+        self.calls.append(("build_decode_metadata", step))
+        self._look(batch.num_reqs)
+        return f"metadata {step}", f"slots {step}"
+
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:
+        self.calls.append(("refresh_decode_metadata",))
+        self._look(len(ROWS))
+
+    def _look(self, num_reqs: int) -> None:
+        self.lengths_at_builds.append(self.loop.buffers.seq_lens[:num_reqs].tolist())
+        self.positions_at_builds.append(self.loop.buffers.positions[:num_reqs].tolist())
+
+    def prepare_fused_replay(self) -> None:
+        self.calls.append(("prepare_fused_replay",))
+
+    def replay_prefill(self, run: GraphRun) -> None:
+        self.calls.append(("replay_prefill", run.descriptor))
+        self.in_replay = True
+        self.loop.prefill(MAX_NUM_REQS, MAX_NUM_TOKENS, None, None, None, "captured")
+        self.in_replay = False
+
+    def replay_decode(self, run: GraphRun) -> None:
+        self.calls.append(("replay_decode", run.descriptor))
+        self.in_replay = True
+        captured = (MAX_NUM_REQS, MAX_NUM_REQS, "captured metadata", None, None, "captured")
+        if self.refreshes_in_graph:
+            self.loop.decode_all(*captured, self.loop.config.num_draft_tokens)
+        else:
+            self.loop.decode(*captured, self.loop.config.num_draft_tokens)
+        self.in_replay = False
+
+
+def loop_on(
+    host: ToyHost, num_draft_tokens: int = 4, *, disable: Behaviour | None = None, sample_offset: int = 0
+) -> DraftLoop:
+    options = Options(disable=frozenset() if disable is None else frozenset({disable}))
+    config = DraftConfig(num_draft_tokens, MAX_LEN, sample_offset, options)
+    host.loop = DraftLoop(host, config, make_buffers(num_draft_tokens))
+    return host.loop
+
+
+# The tokens
+
+
+@pytest.mark.parametrize("sample_offset", [0, 1])
+@pytest.mark.parametrize("full_graphs", [False, True], ids=["eager", "replay"])
+@pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4], ids="K={}".format)
+def test_drafts(num_draft_tokens: int, refreshes: bool, full_graphs: bool, sample_offset: int) -> None:
+    loop = loop_on(ToyHost(refreshes, full_graphs), num_draft_tokens, sample_offset=sample_offset)
+    for rows in (ROWS, ROWS[::-1][:2]):  # buffers of the first batch must not show in the second
+        drafts = loop.propose(batch_of(rows, num_draft_tokens))
+        assert drafts.tolist() == expected_drafts(rows, num_draft_tokens, sample_offset)
+
+
+def test_drafts_are_a_view_of_the_persistent_buffer() -> None:
+    loop = loop_on(ToyHost())
+    assert loop.propose(batch_of(ROWS, 4)).data_ptr() == loop.buffers.draft_tokens.data_ptr()
+
+
+def test_a_model_with_one_hidden_state_for_both() -> None:
+    host = ToyHost(one_state=True)
+    loop_on(host).propose(batch_of(ROWS, 4))
+    # The toy of one state, unrolled for the first request.
+    row, drafted = ROWS[0], []
+    token, position, state = row.following, row.start + row.kept - 1, target_state(0, row.kept - 1)
+    for _ in range(4):
+        state, _ = toy_model(token, position, state)
+        token = toy_sampler(state, position)
+        drafted.append(token)
+        position += 1
+    assert host.loop.buffers.draft_tokens[0].tolist() == drafted
+
+
+@pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_fewer_tokens_than_configured(asked: int, refreshes: bool) -> None:
+    host = ToyHost(refreshes)
+    drafts = loop_on(host, 4).propose(batch_of(ROWS, asked))
+    assert drafts[:, :asked].tolist() == [drafted[:asked] for drafted in expected_drafts(ROWS, 4, 0)]
+    assert (drafts[:, max(asked, 1) :] == 1).all()  # as an earlier batch left them
+    assert len(host.named("forward")) == max(asked, 1)
+
+
+# What the host is asked for
+
+
+def test_the_order_of_an_eager_run() -> None:
+    host = ToyHost()
+    loop_on(host, 3).propose(batch_of(ROWS, 3))
+    forward = ("forward", "eager")
+    assert host.calls == [
+        ("begin_prefill",),
+        ("dispatch_prefill", 12, 15),
+        ("before_forward", 12),
+        ("on_prefill_begin", 4),
+        forward,
+        ("on_prefill_end", 4),
+        ("begin_decode",),
+        ("dispatch_decode",),
+        ("on_multi_step_decode_begin", 4),
+        ("build_decode_metadata", 1),
+        ("before_forward", 4),
+        forward,
+        ("build_decode_metadata", 2),
+        ("before_forward", 4),
+        forward,
+        ("on_multi_step_decode_end", 4),
+    ]
+    assert host.across_dp == ["across DP, prefill", "across DP, decode", "across DP, decode"]
+
+
+@pytest.mark.parametrize("full_graphs", [False, True], ids=["eager", "replay"])
+@pytest.mark.parametrize(
+    ("disable", "steps"), [(None, [1, 2, 3]), (Behaviour.DECODE_METADATA_REBUILD, [1])], ids=["on", "off"]
+)
+def test_metadata_is_built_for_every_step(disable: Behaviour | None, steps: list[int], full_graphs: bool) -> None:
+    host = ToyHost(full_graphs=full_graphs)
+    loop_on(host, 4, disable=disable).propose(batch_of(ROWS, 4))
+    assert [step for (step,) in host.named("build_decode_metadata")] == steps
+    if not full_graphs:
+        decodes = [(f"metadata {step}", f"slots {step}") for step in (steps * 3)[:3]]
+        assert host.inputs[1:] == decodes
+
+
+@pytest.mark.parametrize("full_graphs", [False, True], ids=["eager", "replay"])
+@pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])
+def test_metadata_describes_the_step_that_it_is_for(refreshes: bool, full_graphs: bool) -> None:
+    host = ToyHost(refreshes, full_graphs)
+    loop_on(host, 4).propose(batch_of(ROWS, 4))
+    after = [(row.start + row.kept, row.length - row.rejected) for row in ROWS]  # next position, length
+    positions = [[min(next_one + step, MAX_LEN - 1) for next_one, _ in after] for step in range(3)]
+    lengths = [[min(length + step, MAX_LEN) for _, length in after] for step in range(1, 4)]
+    if refreshes and not full_graphs:
+        # A fused run builds once and then refreshes before every step, the first one too.
+        positions, lengths = [positions[0], *positions], [lengths[0], *lengths]
+    assert host.positions_at_builds == positions
+    assert host.lengths_at_builds == lengths
+
+
+@pytest.mark.parametrize(
+    ("disable", "refreshes"), [(None, 3), (Behaviour.DECODE_METADATA_REBUILD, 1)], ids=["on", "off"]
+)
+def test_a_fused_run_refreshes_on_the_device(disable: Behaviour | None, refreshes: int) -> None:
+    host = ToyHost(refreshes_in_graph=True)
+    loop_on(host, 4, disable=disable).propose(batch_of(ROWS, 4))
+    assert host.named("build_decode_metadata") == [(1,)]
+    assert len(host.named("refresh_decode_metadata")) == refreshes
+    assert host.inputs[1:] == [("metadata 1", "slots 1")] * 3
+
+
+def test_full_graphs_are_replayed_step_by_step() -> None:
+    host = ToyHost(full_graphs=True)
+    loop_on(host, 4).propose(batch_of(ROWS, 4))
+    assert host.named("replay_prefill") == [("prefill graph",)]
+    assert host.named("replay_decode") == [("decode graph",)] * 3
+    assert host.named("forward") == [("in replay",)] * 4
+    assert host.named("prepare_fused_replay") == []
+
+
+def test_a_full_fused_graph_is_replayed_once() -> None:
+    host = ToyHost(refreshes_in_graph=True, full_graphs=True)
+    loop_on(host, 4).propose(batch_of(ROWS, 4))
+    names = [call[0] for call in host.calls]
+    assert host.named("replay_decode") == [("decode graph",)]
+    assert names.index("prepare_fused_replay") == names.index("replay_decode") - 1
+    assert host.named("build_decode_metadata") == []
+    assert host.named("forward") == [("in replay",)] * 4
+
+
+@pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])
+def test_one_token_needs_no_decode(refreshes: bool) -> None:
+    host = ToyHost(refreshes)
+    loop_on(host, 1).propose(batch_of(ROWS, 1))
+    assert host.calls[-1] == ("on_prefill_end", len(ROWS))
+
+
+# The behaviours
+
+
+@pytest.mark.parametrize("asked", [2, 4])
+@pytest.mark.parametrize("disable", [None, Behaviour.ACTUAL_MAX_SEQ_LEN], ids=["on", "off"])
+def test_the_longest_sequence_is_that_of_the_batch(disable: Behaviour | None, asked: int) -> None:
+    host = ToyHost()
+    loop = loop_on(host, 4, disable=disable)
+    loop.propose(batch_of([Row([1], start=62), Row([1, 2], start=38)], 4))  # reaches past the model's limit
+    assert host.draft_max_seq_len == MAX_LEN
+    loop.propose(batch_of([Row([1, 2], start=38), Row([1], start=3)], asked))
+    assert host.draft_max_seq_len == (40 + asked if disable is None else MAX_LEN)
+
+
+@pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])
+@pytest.mark.parametrize("full_graphs", [False, True], ids=["eager", "replay"])
+@pytest.mark.parametrize("disable", [None, Behaviour.DRAFT_LOGITS_IN_REPLAY], ids=["on", "off"])
+def test_logits_are_kept_at_every_step(disable: Behaviour | None, full_graphs: bool, refreshes: bool) -> None:
+    host = ToyHost(refreshes, full_graphs)
+    loop_on(host, 4, disable=disable).propose(batch_of(ROWS, 4))
+    kept = disable is None
+    assert host.sampled == [(0, True), (1, kept), (2, kept), (3, kept)]
+
+
+@pytest.mark.parametrize("disable", [None, Behaviour.TARGET_METADATA_REUSE], ids=["on", "off"])
+def test_draft_prefill_reads_the_targets_metadata(disable: Behaviour | None) -> None:
+    host = ToyHost()
+    loop_on(host, disable=disable).propose(batch_of(ROWS, 4))
+    whose = "the target's" if disable is None else "the draft's"
+    assert host.inputs[0] == (f"{whose} metadata", f"{whose} slots")
+    assert len(host.named("rebuild_prefill_metadata")) == (disable is not None)
+
+
+@pytest.mark.parametrize("disable", [None, Behaviour.FULL_DECODE_ONLY], ids=["on", "off"])
+def test_last_token_indices_of_padded_rows(disable: Behaviour | None) -> None:
+    loop = loop_on(ToyHost(), disable=disable)
+    loop.buffers.last_token_indices.fill_(40)
+    loop.propose(batch_of(ROWS, 4))
+    assert loop.buffers.last_token_indices[len(ROWS) :].tolist() == [0 if disable is None else 40] * 2
+
+
+@pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])
+@pytest.mark.parametrize("disable", [None, Behaviour.TARGET_METADATA_REUSE], ids=["reuse", "rebuild"])
+def test_a_dummy_run_without_attention_builds_nothing(disable: Behaviour | None, refreshes: bool) -> None:
+    host = ToyHost(refreshes)
+    batch = batch_of(ROWS, 4, dummy_run=True, skip_attn=True, attn_metadata=None, slot_mappings=None)
+    loop_on(host, disable=disable).propose(batch)
+    assert host.inputs == [(None, None)] * 4
+    assert not {"build_decode_metadata", "refresh_decode_metadata", "rebuild_prefill_metadata"} & {
+        call[0] for call in host.calls
+    }
+    assert (host.loop.buffers.idx_mapping == -1).all()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_reset_for_capture(step: int) -> None:
+    loop = loop_on(ToyHost())
+    loop.propose(batch_of(ROWS, 4, dummy_run=True))
+    loop.reset_for_capture(step)
+    buffers = loop.buffers
+    assert int(buffers.draft_step) == step
+    for buffer in (buffers.last_token_indices, buffers.idx_mapping, buffers.sample_positions):
+        assert not buffer.any()
