@@ -26,6 +26,19 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def teach_interpreter_log1p() -> None:
+    """Triton's interpreter has no libdevice; vLLM's rejection sampler takes its ``log1p`` from there."""
+    import numpy as np
+    import triton.language as tl
+    from triton.language.extra import libdevice
+    from triton.runtime.interpreter import TensorHandle
+
+    def log1p(x: Any, **_: Any) -> Any:
+        return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
+
+    libdevice.log1p = log1p
+
+
 def held_out_prompts(count: int) -> list[str]:
     """Prompts that the demo pair was not trained on; they repeat with other endings cut where more are asked for."""
     texts: list[str] = json.loads((PAIR / "prompts.json").read_text())
@@ -46,6 +59,9 @@ def engine(
     """A vLLM engine on the demo pair: ``method`` None, ``eagle``, ``eagle3`` or ``eagle_mrv2``."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        teach_interpreter_log1p()
 
     arguments: dict[str, Any] = {
         "max_model_len": 256,
@@ -103,6 +119,40 @@ def greedy(llm: Any, prompts: Sequence[str], max_tokens: int = 32, **sampling: A
     arguments = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
     outputs = llm.generate(list(prompts), SamplingParams(**arguments), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@contextmanager
+def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
+    """For each draft decode: whether every live request writes its keys and values where its position belongs."""
+    right: list[bool] = []
+    loop, tables = speculator.loop, speculator.block_tables
+    live = 0
+
+    def begin(batch: Any, original: Any = speculator.begin_decode) -> None:
+        nonlocal live
+        live = 0 if batch.dummy_run else batch.num_reqs
+        original(batch)
+
+    def check() -> None:
+        block_size = tables.block_sizes[0]
+        for row in range(live):
+            position = int(loop.buffers.positions[row])
+            block = int(tables.input_block_tables[0][row, position // block_size])
+            right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
+
+    def replay(run: Any, original: Any = speculator.replay_decode) -> None:
+        check()
+        original(run)
+
+    def decode(*args: Any, original: Any = loop.decode) -> None:
+        check()
+        original(*args)
+
+    speculator.begin_decode, speculator.replay_decode, loop.decode = begin, replay, decode
+    try:
+        yield right
+    finally:
+        del speculator.begin_decode, speculator.replay_decode, loop.decode
 
 
 class Acceptance:

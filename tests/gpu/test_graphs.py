@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
+from support import Acceptance, engine, greedy, held_out_prompts, recorded_slots, runner_of, speculator_of
 
 SIZES = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
 TOKENS = 48
@@ -122,19 +122,22 @@ def test_draft_logits_are_written_at_every_step() -> None:
     assert draft_logits_steps(["draft_logits_in_replay"]) == [True, False, False]
 
 
-def acceptance_by_position(disable: list[str]) -> list[float]:
+def test_each_draft_step_has_metadata_of_its_own() -> None:
     prompts = held_out_prompts(8)
-    with engine("eagle_mrv2", options={"disable": disable}, compilation_config=SIZES) as llm:
-        acceptance = Acceptance(llm)
-        greedy(llm, prompts, TOKENS)
-        return acceptance.by_position
-
-
-def test_stale_decode_metadata_costs_acceptance() -> None:
-    fresh = acceptance_by_position([])
-    stale = acceptance_by_position(["decode_metadata_rebuild"])
-    assert stale[0] == pytest.approx(fresh[0], abs=0.05)
-    assert stale[2] < 0.9 * fresh[2]
+    late, right_slots = {}, {}
+    for name, disable in (("fresh", []), ("stale", ["decode_metadata_rebuild"])):
+        with engine("eagle_mrv2", k=7, options={"disable": disable}, compilation_config=SIZES) as llm:
+            acceptance = Acceptance(llm)
+            greedy(llm, prompts, TOKENS)
+            late[name] = sum(acceptance.by_position[3:])
+            with recorded_slots(speculator_of(llm)) as right:
+                greedy(llm, prompts[:3], 16)
+            right_slots[name] = right
+    assert right_slots["fresh"]
+    assert all(right_slots["fresh"])
+    # Of K - 1 = 6 draft decodes the first alone is right.
+    assert right_slots["stale"].count(True) <= len(right_slots["stale"]) // 4
+    assert late["stale"] < 0.95 * late["fresh"]
 
 
 @pytest.mark.parametrize("disable", [[], ["full_decode_only"]])
