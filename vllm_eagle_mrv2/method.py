@@ -68,23 +68,28 @@ def parse_short_form(text: str) -> dict[str, Any] | None:
     if "=" not in text.split(",", 1)[0] or text.lstrip().startswith(("{", "[")):
         return None
     items: dict[str, Any] = {}
+    twice, ours = None, False
     for item in text.split(","):
         key, equals, value = item.partition("=")
         if not (equals and key.strip()):
-            if is_ours(items.get("method")):
+            if ours:
                 raise EagleMRV2Error(
                     f"'{item}' in --speculative-config is not key=value; write "
                     f"method={METHOD},model=PATH,num_speculative_tokens=3, or JSON."
                 )
             return None
-        name = key.strip()
-        if name in items and is_ours(items.get("method")):
-            raise EagleMRV2Error(f"'{name}' stands twice in --speculative-config; give it once.")
+        name = key.strip().replace("-", "_")
+        twice = name if name in items else twice
         items[name] = value.strip()
+        ours |= name == "method" and is_ours(items[name])
         if name not in ("method", "model", "revision"):
             with contextlib.suppress(json.JSONDecodeError):
                 items[name] = json.loads(value)
-    return items if is_ours(items.get("method")) else None
+    if not ours:
+        return None
+    if twice is not None:
+        raise EagleMRV2Error(f"'{twice}' stands twice in --speculative-config; give it once.")
+    return items
 
 
 def translate(speculative_config: Mapping[str, Any], target: str, options: Options) -> tuple[dict[str, Any], Request]:
@@ -230,11 +235,12 @@ def _tensor_names(model: str) -> frozenset[str] | None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return frozenset(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError) as error:
+            weight_map = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
             raise EagleMRV2Error(
                 f"{index} is not an index of a checkpoint ({error!r}); download the draft model again."
             ) from error
+        return frozenset(weight_map)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         return None

@@ -72,8 +72,10 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
                 return original(self, *args, **kwargs)
             # vLLM's schema does not know our key; it goes back for the next use of these arguments.
             self.speculative_config = {k: v for k, v in self.speculative_config.items() if k != _REQUEST}
-            config = original(self, *args, **kwargs)
-            self.speculative_config = {**self.speculative_config, _REQUEST: request}
+            try:
+                config = original(self, *args, **kwargs)
+            finally:
+                self.speculative_config = {**self.speculative_config, _REQUEST: request}
             check_translated(config, request)
             mark(config, request)
             return config
@@ -133,8 +135,13 @@ def take_request(engine_args: Any) -> Request | None:
     short = getattr(engine_args, "spec_method", None)
     if isinstance(given, str):
         given = parse_short_form(given) or given
-    if isinstance(given, dict) and isinstance(given.get(_REQUEST), Request):
-        return cast(Request, given[_REQUEST])
+    if isinstance(given, dict) and _REQUEST in given:
+        request = cast(Request, given[_REQUEST])
+        if given.get("method") == request.family:
+            return request
+        # Somebody changed the method of arguments that were used before: they start anew.
+        given = {key: value for key, value in given.items() if key != _REQUEST}
+        engine_args.speculative_config = given
     if not (is_ours(short) or (isinstance(given, dict) and is_ours(given.get("method")))):
         return None
     asked = dict(given) if isinstance(given, dict) else {}

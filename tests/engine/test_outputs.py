@@ -80,7 +80,7 @@ def test_ways_of_scheduling(case: str, plain: dict[str, list[int]]) -> None:
 
 def test_preemption_and_resumption(plain: dict[str, list[int]]) -> None:
     prompts = list(plain)[:6]
-    with engine("eagle_mrv2", num_gpu_blocks_override=14, block_size=16, max_model_len=128) as llm:
+    with engine("eagle_mrv2", num_gpu_blocks_override=8, block_size=32, max_model_len=128) as llm:
         assert greedy(llm, prompts, TOKENS) == [plain[prompt] for prompt in prompts]
         preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     assert sum(preempted) > 0

@@ -55,8 +55,34 @@ def test_releases_without_a_host(release: str) -> None:
     message = str(refused.value)
     assert f"does not support vLLM {release}:" in message
     assert "\n" not in message
+    assert "supported are 0.26.x and 0.32.x;" in message
     for host in HOSTS:
-        assert str(host.releases) in message
+        assert host.series in message
+        assert str(host.releases) not in message
+
+
+@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+def test_the_series_names_the_releases(host: Host) -> None:
+    """What a person reads (``0.26.x``) and what is compared are two fields; they say the same."""
+    major, minor, rest = host.series.split(".")
+    assert rest == "x"
+    for patch in range(10):
+        assert host.releases.contains(f"{major}.{minor}.{patch}")
+    for neighbour in (int(minor) - 1, int(minor) + 1):
+        assert not host.releases.contains(f"{major}.{neighbour}.0")
+
+
+def test_supported_counts_the_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = Host(
+        name="fork",
+        series="0.40.x",
+        releases=HOSTS[0].releases,
+        symbols=(),
+        stock=frozenset(),
+        speculators="fork",
+    )
+    monkeypatch.setattr(hosts, "all_hosts", lambda: [theirs, *HOSTS])
+    assert hosts.supported() == "0.26.x and 0.32.x and 0.40.x"
 
 
 def test_hosts_have_names_of_their_own_and_no_release_twice() -> None:
@@ -67,7 +93,15 @@ def test_hosts_have_names_of_their_own_and_no_release_twice() -> None:
 
 def test_the_host_of_a_fork_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another package offers its host through an entry point; here one registered the same way, after ours."""
-    theirs = Host("fork", HOSTS[0].releases, symbols=(), stock=frozenset(), speculators="fork", families=("eagle",))
+    theirs = Host(
+        name="fork",
+        series=HOSTS[0].series,
+        releases=HOSTS[0].releases,
+        symbols=(),
+        stock=frozenset(),
+        speculators="fork",
+        families=("eagle",),
+    )
 
     class Fork:
         @hookimpl
@@ -107,7 +141,15 @@ def test_eagle3_over_pipeline_stages(release: str, runs: bool, monkeypatch: pyte
 
 def test_a_family_that_a_host_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    host = Host("some", HOSTS[0].releases, (), frozenset(Behaviour), "nowhere", families=("eagle",))
+    host = Host(
+        name="some",
+        series=HOSTS[0].series,
+        releases=HOSTS[0].releases,
+        symbols=(),
+        stock=frozenset(Behaviour),
+        speculators="nowhere",
+        families=("eagle",),
+    )
     with pytest.raises(EagleMRV2Error, match=r"does not support the family mtp .* use method=mtp"):
         host.check_request(Request("mtp", Options()), SimpleNamespace())
 
@@ -173,6 +215,7 @@ def test_the_installed_release_is_told_from_one_that_lacks_something(monkeypatch
     host = installed()
     needy = Host(
         name="needy",
+        series=host.series,
         releases=host.releases,
         symbols=(*host.symbols, Symbol("vllm.v1.worker.gpu.attn_utils", "no_such_thing")),
         stock=host.stock,

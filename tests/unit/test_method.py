@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vllm_eagle_mrv2.errors import EagleMRV2Error
@@ -64,6 +63,12 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return make
 
 
+def assert_one_sentence(error: Exception) -> None:
+    message = str(error)
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
 # The short form
 
 
@@ -77,7 +82,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
         ("method=eagle_mrv2:mtp,num_speculative_tokens=1", {"method": "eagle_mrv2:mtp", "num_speculative_tokens": 1}),
         # the order is the user's, spaces do not count, dashes in keys are for vLLM to read
         ("model = /m , method = eagle_mrv2", {"model": "/m", "method": "eagle_mrv2"}),
-        ("method=eagle_mrv2,draft-tensor-parallel-size=1", {"method": "eagle_mrv2", "draft-tensor-parallel-size": 1}),
+        ("method=eagle_mrv2,draft-tensor-parallel-size=1", {"method": "eagle_mrv2", "draft_tensor_parallel_size": 1}),
         # paths
         ("method=eagle_mrv2,model=./up.v1.5/a=b", {"method": "eagle_mrv2", "model": "./up.v1.5/a=b"}),
         ("method=eagle_mrv2,model=C:\\m", {"method": "eagle_mrv2", "model": "C:\\m"}),
@@ -86,6 +91,16 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
         ("method=eagle_mrv2,a=true,b=false,c=null", {"method": "eagle_mrv2", "a": True, "b": False, "c": None}),
         ("method=eagle_mrv2,a=0.5,b=-1", {"method": "eagle_mrv2", "a": 0.5, "b": -1}),
         ("method=eagle_mrv2,revision=True", {"method": "eagle_mrv2", "revision": "True"}),
+        # a method, a model and a revision are text, whatever they look like
+        (
+            "method=eagle_mrv2,model=123,revision=1e5,num_speculative_tokens=3",
+            {"method": "eagle_mrv2", "model": "123", "revision": "1e5", "num_speculative_tokens": 3},
+        ),
+        (
+            "model=null,method=eagle_mrv2,revision=true",
+            {"model": "null", "method": "eagle_mrv2", "revision": "true"},
+        ),
+        ("method=eagle_mrv2,model = 7 ", {"method": "eagle_mrv2", "model": "7"}),
     ],
 )
 def test_short_form(text: str, parsed: dict[str, Any]) -> None:
@@ -104,6 +119,8 @@ def test_short_form(text: str, parsed: dict[str, Any]) -> None:
         "method=eagle,model=/m,num_speculative_tokens=3",
         "method=eagle_mrv3",
         "method=eagle,nothing",
+        "method=eagle,model=/m,model=/n",
+        "method=1,method=2",
         "model=/m,num_speculative_tokens=3",
         "eagle_mrv2",
         "null",
@@ -119,6 +136,25 @@ def test_what_is_not_our_short_form_is_left_to_vllm(text: str) -> None:
 def test_malformed_short_form(text: str) -> None:
     with pytest.raises(EagleMRV2Error, match="is not key=value; write method=eagle_mrv2"):
         parse_short_form(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("method=eagle_mrv2,model=/m,model=/n", "model"),
+        ("method=eagle_mrv2,model=/m,num_speculative_tokens=3,model=/m", "model"),
+        ("model=/m,method=eagle_mrv2, model =/n", "model"),
+        ("method=eagle_mrv2,num_speculative_tokens=2,num_speculative_tokens=3", "num_speculative_tokens"),
+        ("method=eagle_mrv2,method=eagle_mrv2:eagle", "method"),
+        ("method=eagle_mrv2,method=eagle", "method"),
+        ("model=/m,model=/n,method=eagle_mrv2", "model"),
+        ("method=eagle,method=eagle_mrv2", "method"),
+    ],
+)
+def test_a_key_given_twice(text: str, key: str) -> None:
+    with pytest.raises(EagleMRV2Error, match=f"'{key}' stands twice in --speculative-config") as refused:
+        parse_short_form(text)
+    assert_one_sentence(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +221,82 @@ def test_mtp_needs_neither_tokens_nor_model() -> None:
     assert config == {"method": "mtp"}
 
 
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}], ids=["absent", "None", "empty"])
 @pytest.mark.parametrize("method", ["eagle_mrv2", "eagle_mrv2:eagle", "eagle_mrv2:eagle3"])
-def test_no_draft_model(method: str, checkpoint: Checkpoint) -> None:
-    with pytest.raises(EagleMRV2Error, match="needs a draft model"):
-        translate({"method": method, "num_speculative_tokens": 3}, checkpoint(WHOLE_LLAMA, name="t"), Options())
+def test_no_draft_model(method: str, model: dict[str, Any], checkpoint: Checkpoint) -> None:
+    asked = {"method": method, "num_speculative_tokens": 3, **model}
+    with pytest.raises(EagleMRV2Error, match="needs a draft model") as refused:
+        translate(asked, checkpoint(WHOLE_LLAMA, name="t"), Options())
+    assert_one_sentence(refused.value)
+
+
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}], ids=["absent", "None", "empty"])
+@pytest.mark.parametrize("method", ["eagle_mrv2", "eagle_mrv2:mtp"])
+def test_no_draft_model_where_the_target_has_mtp_layers(
+    method: str, model: dict[str, Any], checkpoint: Checkpoint
+) -> None:
+    target = checkpoint({**WHOLE_LLAMA, "num_nextn_predict_layers": 1}, name="t")
+    config, request = translate({"method": method, **model}, target, Options())
+    assert config == {"method": "mtp"}
+    assert request.family == "mtp"
+
+
+# vLLM reads the path of an MTP draft before its configuration
+
+MISLEADING = [
+    ("eagle-mimo", "eagle-"),
+    ("EAGLE-MiMo", "eagle-"),
+    ("mimo_EAGLE3", "eagle3"),
+    ("eagle3-mimo", "eagle3"),
+    ("mimo-DFlash", "dflash"),
+    ("dspark_mimo", "dspark"),
+]
+MIMO = {"architectures": ["MiMoMTPModel"], "num_nextn_predict_layers": 1}
+
+
+def refused_path(asked: dict[str, Any], target: str) -> str:
+    with pytest.raises(EagleMRV2Error, match=r"vLLM takes the MTP draft .* rename or move the folder") as refused:
+        translate(asked, target, Options())
+    assert_one_sentence(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("place", ["/m/{}", "/{}/mimo", "{}"], ids=["folder", "folder above", "hub"])
+@pytest.mark.parametrize(("name", "word"), MISLEADING)
+def test_misleading_path_of_a_forced_mtp_head(name: str, word: str, place: str) -> None:
+    path = place.format(name)
+    message = refused_path({"method": "eagle_mrv2:mtp", "model": path}, "target")
+    assert path in message
+    assert f"'{word}'" in message
+    for model in ({}, {"model": ""}):  # the head inside a target of that name
+        message = refused_path({"method": "eagle_mrv2:mtp", **model}, path)
+        assert path in message
+        assert f"'{word}'" in message
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["draft", "inside the target"])
+@pytest.mark.parametrize(("name", "word"), MISLEADING)
+def test_misleading_path_of_a_detected_mtp_head(name: str, word: str, inside: bool, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MIMO))
+    asked = {"method": "eagle_mrv2"} if inside else {"method": "eagle_mrv2", "model": str(folder)}
+    message = refused_path(asked, str(folder) if inside else "target")
+    assert str(folder) in message
+    assert f"'{word}'" in message
+
+
+def test_neutral_path_of_an_mtp_head() -> None:
+    for path in ("/m/mimo", "/m/eagle", "/m/eagle_mimo", "XiaomiMiMo/MiMo-7B-RL"):
+        asked = {"method": "eagle_mrv2:mtp", "model": path}
+        assert translate(asked, "/eagle3/target", Options())[0] == {"method": "mtp", "model": path}
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", [name for name, _ in MISLEADING])
+def test_the_path_of_an_eagle_head_misleads_nobody(name: str, family: str) -> None:
+    asked = {"method": f"eagle_mrv2:{family}", "model": f"/m/{name}", "num_speculative_tokens": 3}
+    assert translate(asked, "target", Options())[0] == {**asked, "method": family}
 
 
 # The family of a checkpoint
@@ -279,26 +387,57 @@ def test_what_is_no_head_is_refused(config: dict[str, Any], tensors: tuple[str, 
     assert "method=eagle_mrv2:eagle" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-        ("model.safetensors.index.json", "{}"),
-    ],
-    ids=["not downloaded", "index of nothing"],
-)
-def test_weights_that_cannot_be_read(name: str, content: str, checkpoint: Checkpoint) -> None:
-    draft = checkpoint(ONE_LAYER)
-    (Path(draft) / name).write_text(content)
-    with pytest.raises(EagleMRV2Error) as refused:
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+def refused_weights(draft: str, file: str) -> str:
+    with pytest.raises(EagleMRV2Error, match="download the draft model again") as refused:
         detect_family(draft, "target")
-    assert draft in str(refused.value)
+    assert str(Path(draft) / file) in str(refused.value)
+    assert_one_sentence(refused.value)
+    return str(refused.value)
 
 
-def assert_one_sentence(error: Exception) -> None:
-    message = str(error)
-    assert message.endswith(".")
-    assert "\n" not in message
+@pytest.mark.parametrize("content", [b"", LFS_POINTER], ids=["empty", "not downloaded"])
+def test_weights_that_are_none(content: bytes, checkpoint: Checkpoint) -> None:
+    draft = checkpoint(ONE_LAYER)
+    (Path(draft) / "model.safetensors").write_bytes(content)
+    assert "is not a complete safetensors file" in refused_weights(draft, "model.safetensors")
+
+
+@pytest.mark.parametrize("kept", [4, 8, 40, -1])
+def test_truncated_weights(kept: int, checkpoint: Checkpoint) -> None:
+    draft = checkpoint(ONE_LAYER, EAGLE_TENSORS)
+    weights = Path(draft) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept])
+    assert "is not a complete safetensors file" in refused_weights(draft, "model.safetensors")
+
+
+def test_one_truncated_file_of_two(checkpoint: Checkpoint) -> None:
+    draft = checkpoint(ONE_LAYER, EAGLE_TENSORS)
+    (Path(draft) / "second.safetensors").write_bytes((Path(draft) / "model.safetensors").read_bytes()[:-1])
+    assert "is not a complete safetensors file" in refused_weights(draft, "second.safetensors")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"weight_map": {"fc.weight": "model',
+        b"{}",
+        b"\xff",
+        LFS_POINTER,
+        b"[]",
+        b"null",
+        b'{"weight_map": null}',
+        b'{"weight_map": 3}',
+    ],
+)
+def test_bad_index_of_weights(content: bytes, checkpoint: Checkpoint) -> None:
+    draft = checkpoint(ONE_LAYER)
+    (Path(draft) / "model.safetensors.index.json").write_bytes(content)
+    assert "is not an index of a checkpoint" in refused_weights(draft, "model.safetensors.index.json")
 
 
 def test_missing_folder(tmp_path: Path) -> None:

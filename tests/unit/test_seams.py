@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ pytest.importorskip("vllm")
 register()
 
 import vllm  # noqa: E402
+from vllm.config.speculative import SpeculativeConfig  # noqa: E402
 from vllm.config.vllm import VllmConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
@@ -45,6 +46,16 @@ LLAMA = {
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "target": LLAMA,
     "head": {**LLAMA, "num_hidden_layers": 1},
+    "mtp": {
+        **LLAMA,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "num_nextn_predict_layers": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+    },
     "head3": {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 64},
 }
 
@@ -83,7 +94,7 @@ COMMON = {
 
 def ask(models: dict[str, str], method: str = "eagle_mrv2", head: str = "head", **more: Any) -> EngineArgs:
     speculative = {"method": method, "model": models[head], "num_speculative_tokens": 3}
-    return EngineArgs(model=models["target"], **{**COMMON, "speculative_config": speculative, **more})
+    return EngineArgs(**{"model": models["target"], **COMMON, "speculative_config": speculative, **more})
 
 
 def request_in(config: VllmConfig) -> Request | None:
@@ -160,6 +171,62 @@ def test_arguments_copied_after_use_are_still_ours(models: dict[str, str]) -> No
     arguments = ask(models)
     arguments.create_engine_config()
     assert request_in(dataclasses.replace(arguments).create_engine_config()) == Request("eagle", Options())
+
+
+def used(arguments: EngineArgs) -> EngineArgs:
+    assert request_in(arguments.create_engine_config()) is not None
+    return arguments
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, dataclasses.replace])
+def test_the_request_rides_in_the_dictionary(copied: Callable[[Any], Any], models: dict[str, str]) -> None:
+    """It is in nothing else of the arguments, so whatever takes the dictionary along takes the request along."""
+    options = {"disable": ["full_decode_only"]}
+    arguments = used(ask(models, "eagle_mrv2:eagle", additional_config={"eagle_mrv2": options}))
+    request = Request("eagle", Options.model_validate(options))
+    assert arguments.speculative_config[seams._REQUEST] == request
+    assert set(vars(arguments)) == set(vars(ask(models, "eagle")))
+
+    copy_of_it = copied(arguments)
+    for each in (copy_of_it, arguments, copy_of_it):
+        assert request_in(each.create_engine_config()) == request
+        assert each.speculative_config[seams._REQUEST] == request
+
+
+@pytest.mark.parametrize("more", [{}, {"num_speculative_tokens": 2}])
+def test_a_copy_turned_stock_is_stock_and_the_other_still_ours(more: dict[str, Any], models: dict[str, str]) -> None:
+    arguments = used(ask(models))
+    stock = {**ask(models, "eagle").speculative_config, **more}
+    turned = dataclasses.replace(arguments, speculative_config=stock)
+    config = turned.create_engine_config()
+    assert request_in(config) is None
+    assert config.speculative_config.method == "eagle"
+    assert seams._REQUEST not in turned.speculative_config
+    without = dataclasses.replace(arguments, speculative_config=None).create_engine_config()
+    assert without.speculative_config is None
+    assert request_in(arguments.create_engine_config()) == Request("eagle", Options())
+
+
+def test_used_arguments_take_another_request(models: dict[str, str]) -> None:
+    arguments = used(ask(models))
+    arguments.speculative_config = ask(models, head="head3").speculative_config
+    assert request_in(arguments.create_engine_config()) == Request("eagle3", Options())
+
+
+def test_stock_arguments_turned_ours_are_ours(models: dict[str, str]) -> None:
+    arguments = ask(models, "eagle")
+    assert request_in(arguments.create_engine_config()) is None
+    arguments.speculative_config["method"] = "eagle_mrv2"
+    assert request_in(arguments.create_engine_config()) == Request("eagle", Options())
+
+
+def test_arguments_that_vllm_refused_once_are_still_ours(models: dict[str, str]) -> None:
+    arguments = ask(models)
+    arguments.speculative_config["no_such_field"] = 1
+    with pytest.raises(ValueError, match="no_such_field"):
+        arguments.create_engine_config()
+    del arguments.speculative_config["no_such_field"]
+    assert request_in(arguments.create_engine_config()) == Request("eagle", Options())
 
 
 def test_model_runner_v2_is_chosen_for_us_and_for_nobody_else(
@@ -250,8 +317,7 @@ def test_unsupported_release(models: dict[str, str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     message = refused(ask(models))
     assert "does not support vLLM 0.34.0" in message
-    for host in hosts.all_hosts():
-        assert str(host.releases) in message
+    assert "supported are 0.26.x and 0.32.x;" in message
     assert request_in(ask(models, "eagle").create_engine_config()) is None
     assert parse("--speculative-config", '{"method": "eagle"}').speculative_config == {"method": "eagle"}
 
@@ -269,15 +335,18 @@ def engine_that_reads(speculative: Any) -> Any:
 
     class Arguments:
         model, additional_config = "target", None
+        replacement: dict[str, Any] | None = None  # what vLLM puts in the place of the configuration
 
         def __init__(self) -> None:
-            self.speculative_config = {"method": "eagle_mrv2:mtp", "model": "eagle-deepseek"}
+            self.speculative_config = {"method": "eagle_mrv2:mtp", "model": "deepseek"}
 
         def create_speculative_config(self) -> Any:
-            assert self.speculative_config["method"] == "mtp"
+            assert self.speculative_config == {"method": "mtp", "model": "deepseek"}
             return speculative
 
         def create_engine_config(self) -> Any:
+            if self.replacement is not None:
+                self.speculative_config = self.replacement
             return SimpleNamespace(speculative_config=self.create_speculative_config())
 
         @staticmethod
@@ -289,21 +358,107 @@ def engine_that_reads(speculative: Any) -> Any:
 
 
 def test_a_draft_that_vllm_reads_as_we_do() -> None:
-    config = engine_that_reads(SimpleNamespace(method="mtp", model="eagle-deepseek")).create_engine_config()
-    assert request_in(config) == Request("mtp", Options())
+    read = SimpleNamespace(
+        method="mtp", model="deepseek", use_gemma4_mtp=lambda: False, use_multi_module_mtp=lambda: False
+    )
+    assert request_in(engine_that_reads(read).create_engine_config()) == Request("mtp", Options())
+    older = SimpleNamespace(method="mtp", model="deepseek")  # a release that knows neither
+    assert request_in(engine_that_reads(older).create_engine_config()) == Request("mtp", Options())
 
 
-def test_a_draft_whose_folder_misleads_vllm() -> None:
-    """For an MTP head vLLM looks at the path; where that changes the method, our marker must not ride on it."""
-    misled = SimpleNamespace(method="eagle", model="eagle-deepseek")
-    message = refused(engine_that_reads(misled))
-    assert "vLLM reads the draft eagle-deepseek as method=eagle" in message
-    assert "rename its folder" in message
-    assert request_of(misled) is None
+def test_a_draft_that_vllm_reads_otherwise() -> None:
+    """Where vLLM changes the method all the same, our marker must not ride on it."""
+    misled = SimpleNamespace(method="eagle", model="deepseek")
+    arguments = engine_that_reads(misled)
+    for _ in range(2):
+        message = refused(arguments)
+        assert "vLLM reads the draft deepseek as method=eagle" in message
+        assert "family mtp" in message
+        assert "rename its folder" in message
+        assert request_of(misled) is None
+
+
+def test_a_draft_whose_folder_misleads_vllm(models: dict[str, str]) -> None:
+    arguments = ask(models, "eagle_mrv2:mtp")
+    arguments.speculative_config["model"] = "/m/eagle-deepseek"
+    message = refused(arguments)
+    assert "vLLM takes the MTP draft /m/eagle-deepseek for another kind because 'eagle-' stands in its path" in message
+
+
+OTHER_SPECULATORS = [
+    ("use_gemma4_mtp", "has a Gemma 4 MTP head"),
+    ("use_multi_module_mtp", "has several MTP modules"),
+]
+
+
+@pytest.mark.parametrize(("predicate", "kind"), OTHER_SPECULATORS)
+def test_a_draft_that_vllm_has_another_speculator_for(predicate: str, kind: str) -> None:
+    read = SimpleNamespace(method="mtp", model="deepseek", **{predicate: lambda: True})
+    arguments = engine_that_reads(read)
+    for _ in range(2):
+        message = refused(arguments)
+        assert f"the draft deepseek {kind}" in message
+        assert "use method=mtp instead of eagle_mrv2" in message
+        assert request_of(read) is None
+
+
+def speculative_config_of(model_type: str, modules: int, tokens: int) -> SpeculativeConfig:
+    """vLLM's own, as its predicates see it: making one in full takes a draft of that architecture."""
+    config = object.__new__(SpeculativeConfig)
+    hf_config = SimpleNamespace(model_type=model_type, num_nextn_predict_layers=modules)
+    vars(config).update(
+        method="mtp",
+        model="draft",
+        num_speculative_tokens=tokens,
+        draft_model_config=SimpleNamespace(hf_config=hf_config),
+    )
+    return config
+
+
+@pytest.mark.parametrize(
+    ("model_type", "modules", "tokens", "predicate"),
+    [
+        ("gemma4_mtp", 1, 3, "use_gemma4_mtp"),
+        ("deepseek_mtp", 2, 3, "use_multi_module_mtp"),
+        ("deepseek_mtp", 2, 1, None),
+        ("deepseek_mtp", 1, 3, None),
+    ],
+)
+def test_the_predicates_of_the_installed_vllm(
+    model_type: str, modules: int, tokens: int, predicate: str | None
+) -> None:
+    config, request = speculative_config_of(model_type, modules, tokens), Request("mtp", Options())
+    if predicate is None:
+        seams.check_translated(config, request)
+        return
+    if not hasattr(SpeculativeConfig, predicate):
+        pytest.skip(f"this release has no {predicate}")
+    with pytest.raises(EagleMRV2Error, match=f"the draft draft {dict(OTHER_SPECULATORS)[predicate]}.* use method=mtp"):
+        seams.check_translated(config, request)
+
+
+@pytest.mark.skipif(
+    "not hasattr(SpeculativeConfig, 'use_multi_module_mtp')", reason="this release has no speculator for MTP modules"
+)
+@pytest.mark.parametrize("model", [{}, {"model": ""}], ids=["no model", "empty model"])
+def test_several_mtp_modules_in_the_target(model: dict[str, str], models: dict[str, str]) -> None:
+    def several(method: str, tokens: int) -> EngineArgs:
+        speculative = {"method": method, "num_speculative_tokens": tokens, **(model if method != "mtp" else {})}
+        return ask(models, model=models["mtp"], speculative_config=speculative)
+
+    message = refused(several("eagle_mrv2", 2))
+    assert f"the draft {models['mtp']} has several MTP modules" in message
+    assert "use method=mtp instead of eagle_mrv2" in message
+    assert request_in(several("mtp", 2).create_engine_config()) is None
+    # One draft token takes one module, which is ours to run.
+    assert request_in(several("eagle_mrv2", 1).create_engine_config()) == Request("mtp", Options())
 
 
 def test_a_configuration_that_vllm_drops() -> None:
-    assert "vLLM replaced the speculative configuration" in refused(engine_that_reads(None))
+    """For a target that is a speculators checkpoint vLLM makes one of its own, in which our request is not."""
+    arguments = engine_that_reads(SimpleNamespace(method="mtp", model="deepseek"))
+    arguments.replacement = {"method": "mtp", "model": "deepseek"}
+    assert "vLLM replaced the speculative configuration" in refused(arguments)
 
 
 # The command line
@@ -368,6 +523,7 @@ def test_json_of_other_methods_is_as_given(given: dict[str, Any], parser: Flexib
     ("text", "says"),
     [
         ("method=eagle_mrv2,/m", "'/m' in --speculative-config is not key=value"),
+        ("method=eagle_mrv2,model=/m,model=/n", "'model' stands twice in --speculative-config"),
         ("method=eagle,model=/m", "method=eagle,model=/m"),
         ("{", "{"),
     ],

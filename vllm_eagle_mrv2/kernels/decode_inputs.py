@@ -11,7 +11,8 @@ from vllm_eagle_mrv2.buffers import DraftBuffers
 _BLOCK = 1024
 
 
-@triton.jit
+# Batch sizes vary: a variant per value (1, multiples of 16) would be compiled in the middle of serving.
+@triton.jit(do_not_specialize=["num_reqs", "max_num_reqs", "max_model_len"])
 def _decode_inputs_kernel(
     draft_tokens_ptr,
     draft_tokens_stride,

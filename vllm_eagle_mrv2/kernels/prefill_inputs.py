@@ -10,7 +10,8 @@ from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
 _BLOCK = 1024
 
 
-@triton.jit
+# Batch sizes vary: a variant per value (1, multiples of 16) would be compiled in the middle of serving.
+@triton.jit(do_not_specialize=["num_reqs", "max_num_reqs", "dummy_run"])
 def _prefill_inputs_kernel(
     # target's batch
     target_input_ids_ptr,
@@ -37,8 +38,8 @@ def _prefill_inputs_kernel(
     draft_step_ptr,
     num_reqs,
     max_num_reqs,
+    dummy_run,
     SAMPLE_OFFSET: tl.constexpr,
-    DUMMY_RUN: tl.constexpr,
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -81,7 +82,7 @@ def _prefill_inputs_kernel(
     tl.store(last_token_indices_ptr + row, last)
     tl.store(sample_positions_ptr + row, tl.load(target_positions_ptr + last) + SAMPLE_OFFSET)
 
-    if DUMMY_RUN:
+    if dummy_run != 0:
         # A dummy batch names slots of live requests; -1 keeps it away from their state.
         tl.store(idx_mapping_ptr + row, -1)
     else:
@@ -131,8 +132,8 @@ def prepare_prefill_inputs(
         buffers.draft_step,
         batch.num_reqs,
         buffers.max_num_reqs,
+        int(batch.dummy_run),
         SAMPLE_OFFSET=sample_offset,
-        DUMMY_RUN=batch.dummy_run,
         PAD=pad_last_token_indices,
         BLOCK=_BLOCK,
     )

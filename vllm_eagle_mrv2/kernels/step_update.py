@@ -11,7 +11,8 @@ from vllm_eagle_mrv2.buffers import DraftBuffers
 _BLOCK = 1024
 
 
-@triton.jit
+# K varies where it is dynamic: a variant per value would be compiled in the middle of serving.
+@triton.jit(do_not_specialize=["num_draft_tokens", "max_model_len"])
 def _step_update_kernel(
     sampled_ptr,
     feedback_ptr,
