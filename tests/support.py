@@ -26,19 +26,6 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def teach_interpreter_log1p() -> None:
-    """Triton's interpreter has no libdevice; vLLM's rejection sampler takes its ``log1p`` from there."""
-    import numpy as np
-    import triton.language as tl
-    from triton.language.extra import libdevice
-    from triton.runtime.interpreter import TensorHandle
-
-    def log1p(x: Any, **_: Any) -> Any:
-        return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
-
-    libdevice.log1p = log1p
-
-
 def held_out_prompts(count: int) -> list[str]:
     """Prompts that the demo pair was not trained on; they repeat with other endings cut where more are asked for."""
     texts: list[str] = json.loads((PAIR / "prompts.json").read_text())
@@ -59,9 +46,6 @@ def engine(
     """A vLLM engine on the demo pair: ``method`` None, ``eagle``, ``eagle3`` or ``eagle_mrv2``."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        teach_interpreter_log1p()
 
     arguments: dict[str, Any] = {
         "max_model_len": 256,

@@ -10,6 +10,10 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from eagle_mrv2_triton_cpu.interpreter import complete_the_interpreter
+
+complete_the_interpreter()
+
 
 class HostDriver(DriverBase):
     """Describes the host as device 0 with stream 0."""
