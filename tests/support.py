@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,22 @@ def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
         yield right
     finally:
         del speculator.begin_decode, speculator.replay_decode, loop.decode
+
+
+def recorded_max_seq_lens(speculator: Any) -> set[int]:
+    """The ``max_seq_len`` of every build that the draft's metadata builders make from now on; filled as they come."""
+    seen: set[int] = set()
+    for group in chain.from_iterable(speculator.attn_groups):
+        builder = group.get_metadata_builder(0)
+
+        def build(
+            common_prefix_len: int, common_attn_metadata: Any, *args: Any, original: Any = builder.build, **kwargs: Any
+        ) -> Any:
+            seen.add(common_attn_metadata.max_seq_len)
+            return original(common_prefix_len, common_attn_metadata, *args, **kwargs)
+
+        builder.build = build
+    return seen
 
 
 class Acceptance:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support import PAIR, Acceptance, engine, greedy, held_out_prompts, recorded_slots, speculator_of
+from support import (
+    PAIR,
+    Acceptance,
+    engine,
+    greedy,
+    held_out_prompts,
+    recorded_max_seq_lens,
+    recorded_slots,
+    speculator_of,
+)
 
 TEMPERATURE = 0.9
 
@@ -115,24 +123,10 @@ def test_each_draft_step_has_metadata_of_its_own() -> None:
 
 
 def test_max_seq_len_of_the_draft_is_the_batchs() -> None:
-    seen: dict[str, set[int]] = {"on": set(), "off": set()}
+    seen: dict[str, set[int]] = {}
     for name, disable in (("on", []), ("off", ["actual_max_seq_len"])):
         with engine("eagle_mrv2", options={"disable": disable}) as llm:
-            for group in itertools.chain.from_iterable(speculator_of(llm).attn_groups):
-                builder = group.get_metadata_builder(0)
-
-                def build(
-                    common_prefix_len: int,
-                    common_attn_metadata: Any,
-                    *args: Any,
-                    original: Any = builder.build,
-                    sizes: set[int] = seen[name],
-                    **kwargs: Any,
-                ) -> Any:
-                    sizes.add(common_attn_metadata.max_seq_len)
-                    return original(common_prefix_len, common_attn_metadata, *args, **kwargs)
-
-                builder.build = build
+            seen[name] = recorded_max_seq_lens(speculator_of(llm))
             tokens = greedy(llm, held_out_prompts(1), 16)
             prompt = len(llm.get_tokenizer().encode(held_out_prompts(1)[0]))
             assert len(tokens[0]) == 16

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from support import Acceptance, engine, greedy, held_out_prompts, recorded_slots, runner_of, speculator_of
+from support import (
+    Acceptance,
+    engine,
+    greedy,
+    held_out_prompts,
+    recorded_max_seq_lens,
+    recorded_slots,
+    runner_of,
+    speculator_of,
+)
 
 SIZES = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
 TOKENS = 48
@@ -166,24 +175,10 @@ def test_draft_prefill_reads_the_targets_metadata(disable: list[str], extra: int
 
 
 def test_max_seq_len_of_the_draft_is_the_batchs() -> None:
-    seen: dict[str, set[int]] = {"on": set(), "off": set()}
+    seen: dict[str, set[int]] = {}
     for name, disable in (("on", []), ("off", ["actual_max_seq_len"])):
         with engine("eagle_mrv2", options={"disable": disable}, compilation_config=SIZES) as llm:
-            speculator = speculator_of(llm)
-            for group in itertools.chain.from_iterable(speculator.attn_groups):
-                builder = group.get_metadata_builder(0)
-
-                def build(
-                    common_prefix_len: int,
-                    common_attn_metadata: Any,
-                    original: Any = builder.build,
-                    sizes: set[int] = seen[name],
-                    **kwargs: Any,
-                ) -> Any:
-                    sizes.add(common_attn_metadata.max_seq_len)
-                    return original(common_prefix_len, common_attn_metadata, **kwargs)
-
-                builder.build = build
+            seen[name] = recorded_max_seq_lens(speculator_of(llm))
             greedy(llm, held_out_prompts(2), 16)
     assert max(seen["on"]) < 200
     assert seen["off"] == {256}
