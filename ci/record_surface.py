@@ -1,9 +1,13 @@
 """Records the coupling surface of a vLLM release from its Python sources, without importing or running them.
 
-    python ci/record_surface.py 0.26.0                    download the stock wheel, write ci/surfaces/0.26.0.json
-    python ci/record_surface.py 0.26.0 --wheel FILE       read this wheel
-    python ci/record_surface.py 0.26.0 --source DIR       read this folder, the one that holds vllm/
-    python ci/record_surface.py --diff A.json B.json      print what differs, symbol by symbol (exit status 1 if any)
+    python ci/record_surface.py 0.26.0            download the stock wheel, write ci/surfaces/0.26.0.json
+    python ci/record_surface.py --all             the same for every supported release
+    python ci/record_surface.py --drift 0.34.0    print what a host has to take up for that release, record nothing
+    python ci/record_surface.py --diff A B        print what differs between two records, symbol by symbol
+
+Recording a release that no host covers prints its drift too. ``--drift`` and ``--diff`` exit with 1 where something
+changed. Sources at hand spare the download: ``--wheel FILE``, ``--source DIR`` (the folder that holds vllm/), or
+``--source-root DIR`` (one such folder a release, its name ending in the release).
 
 Which symbols: ``vllm_eagle_mrv2.hosts.all_required_symbols()``. Form of an entry: ``vllm_eagle_mrv2.surface``.
 """
@@ -12,23 +16,44 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import functools
 import json
 import subprocess
 import sys
 import tempfile
 import textwrap
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import griffe
+from packaging.version import Version
+from surface_drift import diff, drift, explain
 
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.hosts import all_required_symbols, host_for
 from vllm_eagle_mrv2.surface import Symbol, assigned_on_self
 
 Tree = Path | zipfile.Path
 Role = Literal["required", "optional", "internal"]
+SUPPORTED = (
+    "0.20.2",
+    "0.22.1",
+    "0.23.0",
+    "0.24.0",
+    "0.25.1",
+    "0.26.0",
+    "0.27.1",
+    "0.28.0",
+    "0.29.0",
+    "0.30.0",
+    "0.31.0",
+    "0.32.0",
+    "0.33.0",
+)
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 31, 34, 35)] + [
     "manylinux1_x86_64",
     "manylinux2014_x86_64",
@@ -76,6 +101,25 @@ class Recorder:
             return None
         on_self = any(last in assigned_on_self(self._syntax(cls)) for cls in self._mro(here.definition))
         return {"kind": "attribute"} if on_self else None
+
+    @functools.cache  # noqa: B019 - one recorder lives as long as the script
+    def modules(self) -> list[tuple[str, str]]:
+        """Every module under ``vllm`` with its text."""
+        return [(".".join(path), file.read_text(encoding="utf-8")) for path, file in _python_files(self._root / "vllm")]
+
+    def names_in(self, module: str, owner: str) -> list[str]:
+        """What a module, or the class ``owner`` of it with its bases, defines."""
+        here: Found | None = self._module_found(module)
+        for part in owner.split(".") if owner else ():
+            here = self._step(here, part)
+        if here is None:
+            return []
+        if not isinstance(here.definition, griffe.Class):
+            return [name for name, member in here.definition.members.items() if not isinstance(member, griffe.Alias)]
+        names: dict[str, None] = {}
+        for cls in self._mro(here.definition):
+            names.update(dict.fromkeys([*cls.members, *sorted(assigned_on_self(self._syntax(cls)))]))
+        return list(names)
 
     def _module_found(self, module: str) -> Found | None:
         loaded = self._module(module)
@@ -175,6 +219,15 @@ class Recorder:
         }
 
 
+def _python_files(folder: Tree, path: tuple[str, ...] = ("vllm",)) -> Iterator[tuple[tuple[str, ...], Tree]]:
+    entries: list[Tree] = [*folder.iterdir()]
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _python_files(entry, (*path, entry.name))
+        elif entry.name.endswith(".py"):
+            yield (path if entry.name == "__init__.py" else (*path, entry.name[: -len(".py")])), entry
+
+
 def _base_path(base: griffe.Expr | str) -> str:
     if isinstance(base, griffe.ExprSubscript):  # Generic[T] -> Generic
         return _base_path(base.left)
@@ -212,82 +265,108 @@ def _parameters(function: griffe.Function, skip: int) -> dict[str, Any]:
     }
 
 
-def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The drift from one recorded surface to another, a line for each change."""
-    lines = []
-    for key in sorted(old["symbols"].keys() | new["symbols"].keys()):
-        before, after = old["symbols"].get(key), new["symbols"].get(key)
-        if before is None or after is None:
-            lacking, word = (old, "added") if before is None else (new, "missing")
-            known = key in lacking.get("missing", ())
-            lines.append(f"{key}: {word if known else 'only one of the two records knows it'}")
-            continue
-        if before["kind"] != after["kind"]:
-            lines.append(f"{key}: was {before['kind']}, is {after['kind']}")
-        for what in ("bases", "parameters", "fields"):
-            if (
-                what == "fields"
-                and before.get("fields") == before.get("parameters")
-                and after.get("fields") == after.get("parameters")
-            ):
-                continue  # a dataclass: said once, as its parameters
-            lines += [f"{key}: {change}" for change in _list_drift(what, before, after)]
-    return lines
-
-
-def _list_drift(what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    old, new = before.get(what, []), after.get(what, [])
-    one = "base" if what == "bases" else what[:-1]
-    for name in old:
-        if name not in new:
-            yield f"removed {one} {name}"
-    for name in new:
-        if name not in old:
-            forced = what == "parameters" and name not in after.get("defaults", []) and not name.startswith("*")
-            yield f"added {one} {name}{' (no default)' if forced else ''}"
-    if [name for name in old if name in new] != [name for name in new if name in old]:
-        yield f"reordered {what}: ({', '.join(old)}) -> ({', '.join(new)})"
-
-
 def download(version: str, folder: Path) -> Path:
     """Fetch the stock wheel of a release with this interpreter's pip, for Linux x86-64 whatever this machine is.
 
-    Raises subprocess.CalledProcessError where pip fails.
+    Raises FileNotFoundError where pip, which says why, gets none.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", "3.12"]
     command += [f"--platform={name}" for name in PLATFORMS]
-    subprocess.run([*command, f"vllm=={version}"], check=True)
+    if subprocess.run([*command, f"vllm=={version}"]).returncode:
+        raise FileNotFoundError(f"pip got no wheel of vLLM {version}")
     return next(folder.glob("vllm-*.whl"))
+
+
+@contextlib.contextmanager
+def sources(version: str, options: argparse.Namespace) -> Iterator[Tree]:
+    """The tree that holds vllm/ of a release: the one at hand, else that of a downloaded wheel."""
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.source_root is not None:
+            root: Tree = _source_folder(options.source_root, version)
+        else:
+            root = options.source or zipfile.Path(options.wheel or download(version, Path(scratch)))
+        if not (root / "vllm").is_dir():
+            raise FileNotFoundError(f"no vllm/ in {root}")
+        yield root
+
+
+def _source_folder(root: Path, version: str) -> Path:
+    for folder in sorted(root.iterdir()):
+        if folder.name == version or folder.name.endswith(f"-{version}"):
+            return folder
+    raise FileNotFoundError(f"no folder of {version} in {root}")
+
+
+def record(version: str, options: argparse.Namespace) -> None:
+    """Write the record of one release, and print its drift where no host covers it."""
+    with sources(version, options) as root:
+        recorder = Recorder(root)
+        surface = recorder.record(version, all_required_symbols())
+        options.out.mkdir(parents=True, exist_ok=True)
+        target = options.out / f"{version}.json"
+        target.write_text(json.dumps(surface, indent=1, sort_keys=True) + "\n")
+        print(f"{target}: {len(surface['symbols'])} symbols, {len(surface['missing'])} missing")
+        try:
+            host_for(version)
+        except EagleMRV2Error:
+            print_drift(surface, recorder, options)
+
+
+def print_drift(surface: dict[str, Any], recorder: Recorder, options: argparse.Namespace) -> bool:
+    """Compare a release with the newest recorded one before it; returns whether something changed."""
+    version = surface["vllm_version"]
+    known = _last_known(version, options.out)
+    if known is None:
+        raise FileNotFoundError(f"no release before {version} that a host covers is recorded in {options.out}")
+    old = json.loads(known.read_text(encoding="utf-8"))
+    host = host_for(known.stem)
+    needed = {symbol.key: symbol for symbol in host.symbols_of(Version(known.stem))}
+    found = drift(old, surface, needed.values(), recorder)
+    heading = f"vLLM {version} against {known.stem}: the symbols that host {host.name} needs"
+    print(explain(found, heading, len(needed)))
+    return bool(found)
+
+
+def _last_known(version: str, folder: Path) -> Path | None:
+    older = [file for file in folder.glob("*.json") if Version(file.stem) < Version(version)]
+    for file in sorted(older, key=lambda file: Version(file.stem), reverse=True):
+        with contextlib.suppress(EagleMRV2Error):
+            host_for(file.stem)
+            return file
+    return None
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("version", nargs="?", help="the vLLM release to record")
-    parser.add_argument("--wheel", type=Path, help="read this wheel instead of downloading one")
-    parser.add_argument("--source", type=Path, help="read this folder instead; it holds vllm/")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("version", nargs="?", help="the vLLM release to record")
+    what.add_argument("--all", action="store_true", help="record every supported release")
+    what.add_argument("--drift", metavar="VERSION", help="compare a release with the last recorded one before it")
+    what.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two records")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--wheel", type=Path, help="read this wheel instead of downloading one")
+    place.add_argument("--source", type=Path, help="read this folder instead; it holds vllm/")
+    place.add_argument("--source-root", type=Path, help="read the folder of the release in this one instead")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "surfaces", help="folder of the records")
-    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two records instead")
     options = parser.parse_args(arguments)
-    if options.diff:
-        drift = diff(*(json.loads(path.read_text()) for path in options.diff))
-        print("\n".join(drift) or "no drift")
-        return int(bool(drift))
-    if options.version is None:
-        parser.error("name a version, or two records with --diff")
-
-    from vllm_eagle_mrv2.hosts import all_required_symbols
-
-    with tempfile.TemporaryDirectory() as scratch:
-        root: Tree = options.source or zipfile.Path(options.wheel or download(options.version, Path(scratch)))
-        if not (root / "vllm").is_dir():
-            parser.error(f"no vllm/ in {root}")
-        surface = Recorder(root).record(options.version, all_required_symbols())
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"{options.version}.json"
-    target.write_text(json.dumps(surface, indent=1, sort_keys=True) + "\n")
-    print(f"{target}: {len(surface['symbols'])} symbols, {len(surface['missing'])} missing")
+    if options.all and (options.wheel or options.source):
+        parser.error("--all reads one folder a release: give --source-root")
+    try:
+        if options.diff:
+            lines = diff(*(json.loads(path.read_text(encoding="utf-8")) for path in options.diff))
+            print("\n".join(lines) or "no drift")
+            return int(bool(lines))
+        if options.drift:
+            with sources(options.drift, options) as root:
+                recorder = Recorder(root)
+                return int(print_drift(recorder.record(options.drift, all_required_symbols()), recorder, options))
+        for version in SUPPORTED if options.all else (options.version,):
+            record(version, options)
+    except FileNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

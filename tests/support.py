@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -74,6 +75,10 @@ def engine(
     forced = method != "eagle_mrv2"
     if forced:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    # 0.20 never lifts the ban on capturing that its first engine ends with.
+    from vllm.compilation import monitor
+
+    monitor.set_cudagraph_capturing_enabled(True)
     llm = None
     try:
         llm = LLM(str(PAIR / "target"), **{**arguments, **overrides})
@@ -81,7 +86,8 @@ def engine(
     finally:
         os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
         if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
+            with suppress(AttributeError):  # 0.20 calls a shutdown that its V2 runner does not have
+                llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
@@ -107,16 +113,36 @@ def greedy(llm: Any, prompts: Sequence[str], max_tokens: int = 32, **sampling: A
 
 
 @contextmanager
+def recorded_log() -> Iterator[list[str]]:
+    """What our logger says meanwhile.
+
+    A filter, since vLLM's loggers pass nothing on to caplog, and lose their handlers whenever vLLM configures them.
+    """
+    log: list[str] = []
+
+    def listen(record: logging.LogRecord) -> bool:
+        log.append(record.getMessage())
+        return True
+
+    logger = logging.getLogger("vllm.eagle_mrv2")
+    logger.addFilter(listen)
+    try:
+        yield log
+    finally:
+        logger.removeFilter(listen)
+
+
+@contextmanager
 def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
     """For each draft decode: whether every live request writes its keys and values where its position belongs."""
     right: list[bool] = []
     loop, tables = speculator.loop, speculator.block_tables
     live = 0
 
-    def begin(batch: Any, original: Any = speculator.begin_decode) -> None:
+    def propose(batch: Any, original: Any = loop.propose) -> Any:
         nonlocal live
         live = 0 if batch.dummy_run else batch.num_reqs
-        original(batch)
+        return original(batch)
 
     def check() -> None:
         block_size = tables.block_sizes[0]
@@ -126,18 +152,28 @@ def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
             right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
 
     def replay(run: Any, original: Any = speculator.replay_decode) -> None:
-        check()
+        fused = speculator.refreshes_in_graph
+        if not fused:
+            check()
         original(run)
+        if fused:  # all steps ran; the buffers are those of the last, whose positions are not moved on
+            check()
+
+    def replay_prefill(run: Any, original: Any = speculator.replay_prefill) -> None:
+        original(run)
+        if speculator.holds_draft_phase(run):
+            check()
 
     def decode(*args: Any, original: Any = loop.decode) -> None:
         check()
         original(*args)
 
-    speculator.begin_decode, speculator.replay_decode, loop.decode = begin, replay, decode
+    loop.propose, loop.decode = propose, decode
+    speculator.replay_prefill, speculator.replay_decode = replay_prefill, replay
     try:
         yield right
     finally:
-        del speculator.begin_decode, speculator.replay_decode, loop.decode
+        del loop.propose, loop.decode, speculator.replay_prefill, speculator.replay_decode
 
 
 def recorded_max_seq_lens(speculator: Any) -> set[int]:

@@ -27,6 +27,10 @@ class DraftBuffers:
     sample_positions: torch.Tensor  # [R] int64: what keys the sampler's random numbers
     draft_tokens: torch.Tensor  # [R, K] int64
     draft_step: torch.Tensor  # [] int64: the step that the next sampling call is for
+    num_rejected: torch.Tensor  # [R] int32: of the batch's last verification
+    live_reqs: torch.Tensor  # [] int32: requests of the batch, without padding
+    top_k: torch.Tensor  # [R] int32, by request state; the vocabulary or more is no limit
+    top_p: torch.Tensor  # [R] float32, by request state; 1 is no limit
 
     @property
     def max_num_reqs(self) -> int:
@@ -41,7 +45,6 @@ class DraftBatch:
     num_reqs: int
     num_tokens: int  # scheduled tokens
     num_tokens_padded: int  # with the padding that the target's graph added
-    uniform_query_len: int | None  # tokens of every request, where all have the same and all decode
     num_draft_tokens: int  # K for this batch
 
     input_ids: torch.Tensor  # [num_tokens_padded] int32
@@ -58,6 +61,8 @@ class DraftBatch:
     temperature: torch.Tensor  # [R] by request state
     seeds: torch.Tensor  # [R] by request state
 
+    top_k: torch.Tensor | None = None  # [R] int32 by request state, where drafts are to honour it
+    top_p: torch.Tensor | None = None  # [R] float32, likewise
     attn_metadata: Any = None  # the target's, of this very batch
     slot_mappings: Any = None  # the target's, by layer
     mm_inputs: Any = None

@@ -20,6 +20,10 @@ class CapturedAttentionState(NamedTuple):
     num_tokens_across_dp: Any
 
 
+Pass = Callable[[Any], None]
+"""A pass with its inputs in place, given the graph mode."""
+
+
 class Forward(Protocol):
     """A pass of the draft loop, to be captured."""
 
@@ -59,13 +63,17 @@ class FreshInputsCapture:
             arguments: descriptor -> further keyword arguments of the pass.
         """
 
-        def create_forward(descriptor: Any, warmup: bool = False) -> Callable[[Any], None]:
+        def make_pass(descriptor: Any) -> Pass:
             inputs = make_inputs(descriptor)
             further = arguments(descriptor)
             return lambda mode: forward(*inputs, mode, **further)
 
         # The release's own capture loop: PIECEWISE before FULL, warm-up before capture, the target's memory pool.
-        super().capture(create_forward, label)  # type: ignore[misc]
+        super().capture(self.pass_factory(make_pass), label)  # type: ignore[misc]
+
+    def pass_factory(self, make_pass: Callable[[Any], Pass]) -> Callable[..., Any]:
+        """What this release's capture loop takes; it asks for a warm-up pass, and then for one to capture."""
+        return lambda descriptor, warmup=False: make_pass(descriptor)
 
 
 class PrefillCapture(FreshInputsCapture):

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.options import Options
+from vllm_eagle_mrv2.ranking import DraftTokens, draft_tokens
 
 METHOD = "eagle_mrv2"
 MARKER = "_eagle_mrv2_request"
@@ -33,6 +34,10 @@ class Request:
 
     family: Family
     options: Options
+    enforce_eager: bool = False
+    """The user's own ``enforce_eager`` for the draft; vLLM sets the field on its configuration by itself, too."""
+    draft_tokens: DraftTokens | None = None
+    """What ``draft_vocab`` keeps; None drafts from the whole vocabulary."""
 
 
 def request_of(speculative_config: object) -> Request | None:
@@ -101,7 +106,8 @@ def translate(speculative_config: Mapping[str, Any], target: str, options: Optio
         options: the validated options.
 
     Raises:
-        EagleMRV2Error: no draft model, a checkpoint that is no EAGLE or MTP head, a K below 1.
+        EagleMRV2Error: no draft model, a checkpoint that is no EAGLE or MTP head, a K below 1, a draft vocabulary
+            that cannot be had.
     """
     config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
     config["model"] = config.get("model") or None
@@ -118,7 +124,7 @@ def translate(speculative_config: Mapping[str, Any], target: str, options: Optio
         if forced
         else detect_family(config.get("model"), target, config.get("revision"))
     )
-    if tokens is None and family != "mtp":
+    if tokens is None:
         raise EagleMRV2Error(f"method={METHOD} needs num_speculative_tokens; 3 is a good start.")
     if config.get("model") is None and family != "mtp":
         raise EagleMRV2Error(
@@ -129,7 +135,19 @@ def translate(speculative_config: Mapping[str, Any], target: str, options: Optio
     if config["model"] is None:
         del config["model"]
     config["method"] = family
-    return config, Request(family=family, options=options)
+    enforce_eager = config.get("enforce_eager") is True
+    return config, Request(family, options, enforce_eager, _draft_tokens(family, options))
+
+
+def _draft_tokens(family: Family, options: Options) -> DraftTokens | None:
+    if options.draft_vocab is None:
+        return None
+    if family == "eagle3":
+        raise EagleMRV2Error(
+            "draft_vocab is for EAGLE-1 and MTP heads, and an EAGLE-3 head is trained with a draft vocabulary of its "
+            "own; leave draft_vocab out."
+        )
+    return draft_tokens(options.draft_vocab)
 
 
 def _refuse_misleading_path(path: str) -> None:
@@ -154,16 +172,16 @@ def detect_family(model: str | None, target: str, revision: str | None = None) -
         EagleMRV2Error: the checkpoint cannot be read, or it is neither an EAGLE nor an MTP head.
     """
     if model is None:
-        if _has_mtp_layers(_read_config(target, None)):
+        if _has_mtp_layers(_read_config(target, None)) or any(map(_is_of_mtp, _tensor_names(target) or ())):
             return "mtp"
         raise EagleMRV2Error(
             f"method={METHOD} needs a draft model: {target} has no MTP layers of its own, "
             "so set model in the speculative configuration to an EAGLE head."
         )
     config = _read_config(model, revision)
+    if _same_place(model, target) and _has_mtp_layers(config):
+        return "mtp"
     family = _family_of(config, _tensor_names(model))
-    if family is None and model == target and _has_mtp_layers(config):
-        family = "mtp"
     if family is None:
         raise EagleMRV2Error(
             f"{model} is no EAGLE or MTP head (architectures: {_architectures(config)}, "
@@ -190,10 +208,22 @@ def _family_of(config: Mapping[str, Any], tensors: frozenset[str] | None) -> Fam
     if tensors is not None:
         if any(name.rpartition(".")[2] in ("d2t", "t2d") or "midlayer." in name for name in tensors):
             return "eagle3"
-        return "eagle" if any(name.endswith("fc.weight") for name in tensors) else None
+        if any(map(_is_of_mtp, tensors)):
+            return "mtp"
+        return "eagle" if any(name.split(".")[-2:] == ["fc", "weight"] for name in tensors) else None
     layers = config.get("num_hidden_layers")
     is_head = isinstance(layers, int) and layers <= _MAX_HEAD_LAYERS
     return "eagle" if is_head and any(name.endswith("ForCausalLM") for name in architectures) else None
+
+
+def _is_of_mtp(tensor: str) -> bool:
+    """Whether a tensor belongs to MTP layers: ``model.mtp_layers.0.``, ``mtp.fc.`` or DeepSeek's ``eh_proj``."""
+    return any("mtp" in part or part == "eh_proj" for part in tensor.split("."))
+
+
+def _same_place(model: str, target: str) -> bool:
+    """Whether a draft is the target itself, however its folder is spelled."""
+    return model == target or (Path(model).is_dir() and Path(model).resolve() == Path(target).resolve())
 
 
 def _has_mtp_layers(config: Mapping[str, Any]) -> bool:

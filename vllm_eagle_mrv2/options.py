@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -11,6 +12,15 @@ from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 OPTIONS_KEY = "eagle_mrv2"
+
+
+class DraftVocab(BaseModel):
+    """Which tokens a head with the whole vocabulary may draft; the rest of it is not computed (FR-Spec, 2502.14856)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: int = Field(gt=0, strict=True, description="how many tokens to keep, the first of the ranking")
+    ranking: Path = Field(description="file of `vllm-eagle-mrv2 rank-vocab`")
 
 
 class Options(BaseModel):
@@ -24,6 +34,7 @@ class Options(BaseModel):
     draft_logits_dtype: Literal["float32", "head"] = Field(
         default="float32", description="dtype of the stored draft logits: float32, or that of the draft's head"
     )
+    draft_vocab: DraftVocab | None = Field(default=None, description="keep the head's rows for frequent tokens only")
 
     def enabled(self, behaviour: Behaviour) -> bool:
         """Whether a behaviour is on."""
@@ -62,4 +73,7 @@ def _first_problem(invalid: ValidationError) -> str:
 
 def _known() -> str:
     behaviours = ", ".join(behaviour.value for behaviour in Behaviour)
-    return f"disable (a list of: {behaviours}) and draft_logits_dtype (float32 or head)"
+    return (
+        f"disable (a list of: {behaviours}), draft_logits_dtype (float32 or head) "
+        'and draft_vocab ({"size": NUMBER, "ranking": PATH})'
+    )

@@ -5,7 +5,8 @@ the module concerned, so that loading the plugin imports nothing:
 
 * ``EngineArgs.create_engine_config`` / ``create_speculative_config``: accept the method and translate it;
 * ``EngineArgs.add_cli_args``: understand the method on the command line;
-* ``VllmConfig.use_v2_model_runner``: true for an engine that asked for us;
+* ``VllmConfig.use_v2_model_runner``: true for an engine that asked for us (0.20 has no such property and reads
+  VLLM_USE_V2_MODEL_RUNNER, which is set while the latest engine of the process asks for us);
 * ``spec_decode.init_speculator``: make our speculator for a marked configuration.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
@@ -20,11 +22,21 @@ from typing import Any, cast
 import wrapt
 
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.method import METHOD, Request, is_ours, mark, names, parse_short_form, request_of, translate
+from vllm_eagle_mrv2.method import (
+    MARKER,
+    METHOD,
+    Request,
+    is_ours,
+    mark,
+    names,
+    parse_short_form,
+    request_of,
+    translate,
+)
 from vllm_eagle_mrv2.options import parse_options
 
-# Key of the request inside a translated speculative configuration, until vLLM has made its own object of it.
-_REQUEST = "_eagle_mrv2_request"
+_V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_SET_BY_US = "01"  # the same to vLLM as 1, and told from a user's
 _installed = False
 
 
@@ -40,7 +52,8 @@ def install() -> None:
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.model_runner")
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put ``wrapper(original)`` in the place of an attribute, once."""
     original = getattr(owner, name)
     if not hasattr(original, "_eagle_mrv2_original"):
         wrapped = functools.wraps(original)(wrapper(original))
@@ -54,6 +67,7 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
     def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = take_request(self)
+            _select_v2_by_environment(request)
             config = original(self, *args, **kwargs)
             if request is not None and request_of(config.speculative_config) is None:
                 raise EagleMRV2Error(
@@ -71,11 +85,11 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
             if request is None:
                 return original(self, *args, **kwargs)
             # vLLM's schema does not know our key; it goes back for the next use of these arguments.
-            self.speculative_config = {k: v for k, v in self.speculative_config.items() if k != _REQUEST}
+            self.speculative_config = {k: v for k, v in self.speculative_config.items() if k != MARKER}
             try:
                 config = original(self, *args, **kwargs)
             finally:
-                self.speculative_config = {**self.speculative_config, _REQUEST: request}
+                self.speculative_config = {**self.speculative_config, MARKER: request}
             check_translated(config, request)
             mark(config, request)
             return config
@@ -90,8 +104,8 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
 
         return wrapped
 
-    _wrap(engine_args, "create_engine_config", create_engine_config)
-    _wrap(engine_args, "create_speculative_config", create_speculative_config)
+    wrap(engine_args, "create_engine_config", create_engine_config)
+    wrap(engine_args, "create_speculative_config", create_speculative_config)
     original_add = engine_args.__dict__.get("add_cli_args")
     if isinstance(original_add, staticmethod) and not hasattr(original_add.__func__, "_eagle_mrv2_original"):
         wrapped = functools.wraps(original_add.__func__)(add_cli_args(original_add.__func__))
@@ -100,7 +114,8 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
 
 
 def check_translated(config: Any, request: Request) -> None:
-    """Refuse drafts that vLLM reads otherwise than their checkpoint says, or runs with a speculator of their own.
+    """Refuse drafts that vLLM reads otherwise than their checkpoint says, or runs with a speculator of their own, and
+    a draft vocabulary that is of another model.
 
     Args:
         config: vLLM's ``SpeculativeConfig`` for the translated method.
@@ -120,6 +135,8 @@ def check_translated(config: Any, request: Request) -> None:
                 f"the draft {config.model} has {kind}, which vLLM drafts for with a speculator of its own; "
                 f"use method={config.method} instead of {METHOD}."
             )
+    if request.draft_tokens is not None:
+        request.draft_tokens.check(config.draft_model_config.get_vocab_size())
 
 
 def take_request(engine_args: Any) -> Request | None:
@@ -135,12 +152,12 @@ def take_request(engine_args: Any) -> Request | None:
     short = getattr(engine_args, "spec_method", None)
     if isinstance(given, str):
         given = parse_short_form(given) or given
-    if isinstance(given, dict) and _REQUEST in given:
-        request = cast(Request, given[_REQUEST])
+    if isinstance(given, dict) and MARKER in given:
+        request = cast(Request, given[MARKER])
         if given.get("method") == request.family:
             return request
         # Somebody changed the method of arguments that were used before: they start anew.
-        given = {key: value for key, value in given.items() if key != _REQUEST}
+        given = {key: value for key, value in given.items() if key != MARKER}
         engine_args.speculative_config = given
     if not (is_ours(short) or (isinstance(given, dict) and is_ours(given.get("method")))):
         return None
@@ -164,9 +181,10 @@ def take_request(engine_args: Any) -> Request | None:
 
     options = parse_options(engine_args.additional_config)
     host = hosts.installed_host()
+    host.check_disabled(options.disable, hosts.installed_release())
     translated, request = translate(asked, engine_args.model, options)
     host.check_request(request, engine_args)
-    engine_args.speculative_config = {**translated, _REQUEST: request}
+    engine_args.speculative_config = {**translated, MARKER: request}
     return request
 
 
@@ -189,6 +207,18 @@ def _short_form_first(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         return parse(text) if short is None else short
 
     return parsed
+
+
+def _select_v2_by_environment(request: Request | None) -> None:
+    """On a release that knows no other way, set the variable for an engine of ours, and unset it for the next."""
+    if request is None:
+        if os.environ.get(_V2_VARIABLE) == _SET_BY_US:
+            del os.environ[_V2_VARIABLE]
+        return
+    from vllm_eagle_mrv2 import hosts
+
+    if hosts.installed_host().v2_by_environment:
+        os.environ.setdefault(_V2_VARIABLE, _SET_BY_US)
 
 
 def _wrap_vllm_config(module: ModuleType) -> None:
@@ -220,4 +250,4 @@ def _wrap_init_speculator(module: ModuleType) -> None:
 
         return wrapped
 
-    _wrap(module, "init_speculator", init_speculator)
+    wrap(module, "init_speculator", init_speculator)

@@ -14,6 +14,7 @@ import torch
 from vllm_eagle_mrv2.attn_metadata import draft_max_seq_len
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
@@ -39,6 +40,12 @@ class DraftHost(Protocol):
 
     refreshes_in_graph: bool
     """Every attention backend of the draft can bring its decode metadata up to date inside a graph."""
+
+    def decodes_fused(self, run: GraphRun) -> bool:
+        """Whether all draft decodes run in one go, their metadata refreshed on the device."""
+
+    def holds_draft_phase(self, run: GraphRun) -> bool:
+        """Whether the graph of a draft prefill goes on with all draft decodes."""
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
         """Called with the draft's inputs in place; the tokens to run over, without and with padding."""
@@ -125,6 +132,7 @@ class DraftLoop:
         self._keep_decode_logits = on(Behaviour.DRAFT_LOGITS_IN_REPLAY)
         self._rebuild_each_step = on(Behaviour.DECODE_METADATA_REBUILD)
         self._pad_last_token_indices = on(Behaviour.FULL_DECODE_ONLY)
+        self._pad_idx_mapping = on(Behaviour.PADDING_WITHOUT_LOGITS)
         self._reuse_target_metadata = on(Behaviour.TARGET_METADATA_REUSE)
         self._actual_max_seq_len = on(Behaviour.ACTUAL_MAX_SEQ_LEN)
 
@@ -135,28 +143,45 @@ class DraftLoop:
             [num_reqs, K] int64, a view of the persistent ``draft_tokens``; only the first
             ``batch.num_draft_tokens`` columns are of this call.
         """
-        host, config = self.host, self.config
-        host.draft_max_seq_len = config.max_model_len
-        if self._actual_max_seq_len:
-            host.draft_max_seq_len = draft_max_seq_len(
-                batch.seq_lens_cpu_upper_bound, batch.num_reqs, batch.num_draft_tokens, config.max_model_len
-            )
-        self._run_prefill(batch)
-        if batch.num_draft_tokens > 1:
-            self._run_decodes(batch)
+        run, num_tokens = self._prepare_prefill(batch)
+        if self.host.holds_draft_phase(run):
+            self._replay_phase(batch, run)
+        else:
+            self.host.draft_max_seq_len = self._max_seq_len(batch)
+            self._run_prefill(batch, run, num_tokens)
+            if batch.num_draft_tokens > 1:
+                self._run_decodes(batch)
         return self.buffers.draft_tokens[: batch.num_reqs]
 
-    def _run_prefill(self, batch: DraftBatch) -> None:
+    def _max_seq_len(self, batch: DraftBatch) -> int:
+        limit = self.config.max_model_len
+        if not self._actual_max_seq_len:
+            return limit
+        return draft_max_seq_len(batch.seq_lens_cpu_upper_bound, batch.num_reqs, batch.num_draft_tokens, limit)
+
+    def _prepare_prefill(self, batch: DraftBatch) -> tuple[GraphRun, int]:
+        """Fill the buffers, and choose how the draft prefill runs, over how many tokens."""
         host = self.host
         prepare_prefill_inputs(
             self.buffers,
             batch,
             sample_offset=self.config.sample_offset,
             pad_last_token_indices=self._pad_last_token_indices,
+            pad_idx_mapping=self._pad_idx_mapping,
         )
         num_tokens, num_tokens_padded = host.begin_prefill(batch)
         self.buffers.hidden_states[:num_tokens_padded].copy_(batch.hidden_states[:num_tokens_padded])
-        run = host.dispatch_prefill(batch, num_tokens, num_tokens_padded)
+        return host.dispatch_prefill(batch, num_tokens, num_tokens_padded), num_tokens
+
+    def _replay_phase(self, batch: DraftBatch, run: GraphRun) -> None:
+        if batch.dummy_run:
+            # The rows name no request: without live ones, nothing is looked up or kept for them.
+            self.buffers.live_reqs.zero_()
+        self.host.prepare_fused_replay()
+        self.host.replay_prefill(run)
+
+    def _run_prefill(self, batch: DraftBatch, run: GraphRun, num_tokens: int) -> None:
+        host = self.host
         attn_metadata, slot_mappings = batch.attn_metadata, batch.slot_mappings
         if not (self._reuse_target_metadata or batch.skip_attn):
             attn_metadata, slot_mappings = host.rebuild_prefill_metadata(batch, run)
@@ -176,6 +201,28 @@ class DraftLoop:
                 batch.mm_inputs,
             )
         host.on_prefill_end(batch.num_reqs)
+
+    def phase(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        num_tokens_across_dp: Any,
+        mode: Any,
+        decodes: CapturedAttentionState | None = None,
+    ) -> None:
+        """Draft prefill, and all draft decodes where their inputs are given: what one graph holds."""
+        self.prefill(num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode)
+        if decodes is None:
+            return
+        host = self.host
+        host.on_prefill_end(num_reqs)
+        host.on_multi_step_decode_begin(num_reqs)
+        self._prepare_decodes(num_reqs)
+        self.decode_all(*decodes, mode, self.config.num_draft_tokens)
+        host.on_multi_step_decode_end(num_reqs)
+        host.on_prefill_begin(num_reqs)  # as the next pass expects it
 
     def prefill(
         self,
@@ -202,21 +249,18 @@ class DraftLoop:
     def _run_decodes(self, batch: DraftBatch) -> None:
         host = self.host
         host.begin_decode(batch)
-        prepare_decode_inputs(
-            self.buffers,
-            batch.seq_lens,
-            batch.num_rejected,
-            batch.num_reqs,
-            self.config.max_model_len,
-            sample_offset=self.config.sample_offset,
-        )
+        self._prepare_decodes(batch.num_reqs)
         run = host.dispatch_decode(batch)
         host.on_multi_step_decode_begin(batch.num_reqs)
-        if host.refreshes_in_graph:
+        if host.decodes_fused(run):
             self._decode_fused(batch, run)
         else:
             self._decode_by_steps(batch, run)
         host.on_multi_step_decode_end(batch.num_reqs)
+
+    def _prepare_decodes(self, num_rows: int) -> None:
+        config = self.config
+        prepare_decode_inputs(self.buffers, num_rows, config.max_model_len, sample_offset=config.sample_offset)
 
     def _decode_fused(self, batch: DraftBatch, run: GraphRun) -> None:
         if run.full:
@@ -303,4 +347,6 @@ class DraftLoop:
         buffers.last_token_indices.zero_()
         buffers.idx_mapping.zero_()
         buffers.sample_positions.zero_()
+        buffers.num_rejected.zero_()
+        buffers.live_reqs.fill_(buffers.max_num_reqs)
         buffers.draft_step.fill_(step)

@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 Entry = Mapping[str, Any]
 Status = Literal["found", "missing", "changed"]
 
@@ -34,13 +37,20 @@ class Symbol:
     """One name that a host needs.
 
     ``name`` is dotted inside the module: ``gumbel_sample``, ``BlockTables.slot_mappings``.
-    ``parameters`` must all exist, in this order, others may stand between them; None asks for existence only.
+    ``parameters`` must all exist, in this order; others may stand between them, of a function only such as have a
+    default. None asks for existence only.
+    ``releases`` is a version specifier, where only some of a host's releases need the symbol in this form.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] | None = None
     why: str = ""
+    releases: str = ""
+
+    def needed_on(self, version: Version) -> bool:
+        """Whether a release is among those that need it."""
+        return version in SpecifierSet(self.releases)
 
     @property
     def key(self) -> str:
@@ -217,6 +227,9 @@ def _compare(symbol: Symbol, entry: Entry) -> Finding:
         return Finding(symbol, "changed", f"no parameter {', '.join(gone)}; {shown}")
     if not _in_order(symbol.parameters, iter(actual)):
         return Finding(symbol, "changed", f"parameters in another order than ({', '.join(symbol.parameters)}); {shown}")
+    unknown = [name for name in actual if name not in (*symbol.parameters, *entry["defaults"]) and name[0] != "*"]
+    if unknown and entry["kind"] == "function":
+        return Finding(symbol, "changed", f"it needs {', '.join(unknown)}, which the host does not give; {shown}")
     return Finding(symbol, "found")
 
 

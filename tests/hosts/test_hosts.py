@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from vllm_eagle_mrv2 import hosts
 from vllm_eagle_mrv2.behaviours import Behaviour
@@ -23,6 +24,10 @@ SURFACES = sorted((Path(__file__).parents[2] / "ci" / "surfaces").glob("*.json")
 HOSTS = all_hosts()
 
 
+def needed(release: str) -> tuple[Symbol, ...]:
+    return host_for(release).symbols_of(Version(release))
+
+
 def record(path: Path) -> dict[str, Any]:
     surface: dict[str, Any] = json.loads(path.read_text())
     return surface
@@ -34,7 +39,16 @@ def record(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("release", "name"),
     [
+        ("0.20.0", "v0_20"),
+        ("0.20.2", "v0_20"),
+        ("0.22.1", "v0_22"),
+        ("0.23.0", "v0_23"),
+        ("0.25.9", "v0_23"),
         ("0.26.0", "v0_26"),
+        ("0.27.1", "v0_26"),
+        ("0.28.0", "v0_28"),
+        ("0.31.0", "v0_29"),
+        ("0.33.0", "v0_32"),
         ("0.26.1", "v0_26"),
         ("0.26.0.post1", "v0_26"),
         ("0.26.0+cu129", "v0_26"),
@@ -48,47 +62,38 @@ def test_host_of_a_release(release: str, name: str) -> None:
     assert host_for(release).name == name
 
 
-@pytest.mark.parametrize("release", ["0.19.1", "0.25.9", "0.27.0", "0.31.0", "0.33.0", "0.34.0", "1.0", "dev", ""])
+@pytest.mark.parametrize("release", ["0.19.1", "0.21.0", "0.34.0", "1.0", "dev", ""])
 def test_releases_without_a_host(release: str) -> None:
     with pytest.raises(EagleMRV2Error) as refused:
         host_for(release)
     message = str(refused.value)
     assert f"does not support vLLM {release}:" in message
     assert "\n" not in message
-    assert "supported are 0.26.x and 0.32.x;" in message
+    assert "supported are 0.20.x, 0.22.x, 0.23.x, " in message
+    assert " and 0.33.x;" in message
     for host in HOSTS:
-        assert host.series in message
-        assert str(host.releases) not in message
-
-
-@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
-def test_the_series_names_the_releases(host: Host) -> None:
-    """What a person reads (``0.26.x``) and what is compared are two fields; they say the same."""
-    major, minor, rest = host.series.split(".")
-    assert rest == "x"
-    for patch in range(10):
-        assert host.releases.contains(f"{major}.{minor}.{patch}")
-    for neighbour in (int(minor) - 1, int(minor) + 1):
-        assert not host.releases.contains(f"{major}.{neighbour}.0")
+        for series in host.series:
+            assert f"{series}.x" in message
 
 
 def test_supported_counts_the_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = Host(
         name="fork",
-        series="0.40.x",
-        releases=HOSTS[0].releases,
+        series=("0.40",),
         symbols=(),
-        stock=frozenset(),
+        stock={},
         speculators="fork",
     )
     monkeypatch.setattr(hosts, "all_hosts", lambda: [theirs, *HOSTS])
-    assert hosts.supported() == "0.26.x and 0.32.x and 0.40.x"
+    assert hosts.supported().endswith(", 0.33.x and 0.40.x")
+    monkeypatch.setattr(hosts, "all_hosts", lambda: [theirs])
+    assert hosts.supported() == "0.40.x"
 
 
 def test_hosts_have_names_of_their_own_and_no_release_twice() -> None:
     assert len({host.name for host in HOSTS}) == len(HOSTS)
     for minor in range(20, 40):
-        assert sum(host.releases.contains(f"0.{minor}.0") for host in HOSTS) <= 1
+        assert sum(host.covers(Version(f"0.{minor}.0")) for host in HOSTS) <= 1
 
 
 def test_the_host_of_a_fork_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +101,8 @@ def test_the_host_of_a_fork_comes_first(monkeypatch: pytest.MonkeyPatch) -> None
     theirs = Host(
         name="fork",
         series=HOSTS[0].series,
-        releases=HOSTS[0].releases,
         symbols=(),
-        stock=frozenset(),
+        stock={},
         speculators="fork",
         families=("eagle",),
     )
@@ -127,7 +131,7 @@ def test_every_family_on_one_stage(host: Host, family: Any, monkeypatch: pytest.
     host.check_request(Request(family, Options()), SimpleNamespace(pipeline_parallel_size=1))
 
 
-@pytest.mark.parametrize(("release", "runs"), [("0.26.0", False), ("0.32.0", True)])
+@pytest.mark.parametrize(("release", "runs"), [("0.20.2", False), ("0.26.0", False), ("0.32.0", True)])
 def test_eagle3_over_pipeline_stages(release: str, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     host, two_stages = host_for(release), SimpleNamespace(pipeline_parallel_size=2)
@@ -144,9 +148,8 @@ def test_a_family_that_a_host_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(
         name="some",
         series=HOSTS[0].series,
-        releases=HOSTS[0].releases,
         symbols=(),
-        stock=frozenset(Behaviour),
+        stock={},
         speculators="nowhere",
         families=("eagle",),
     )
@@ -157,14 +160,15 @@ def test_a_family_that_a_host_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
 # The symbols they need
 
 
-def test_both_ends_of_the_supported_releases_are_recorded() -> None:
-    assert {host_for(path.stem).name for path in SURFACES} == {host.name for host in HOSTS}
+def test_every_supported_minor_is_recorded() -> None:
+    minors = {path.stem.rpartition(".")[0] for path in SURFACES}
+    assert minors == {series for host in HOSTS for series in host.series}
     assert all(record(path)["vllm_version"] == path.stem for path in SURFACES)
 
 
 @pytest.mark.parametrize("path", SURFACES, ids=lambda path: path.stem)
 def test_a_recorded_release_has_what_its_host_needs(path: Path) -> None:
-    drift = [str(finding) for finding in check_recorded(host_for(path.stem).symbols, record(path)) if not finding.ok]
+    drift = [str(finding) for finding in check_recorded(needed(path.stem), record(path)) if not finding.ok]
     assert drift == []
 
 
@@ -179,7 +183,7 @@ def test_records_know_every_symbol(path: Path) -> None:
 @pytest.mark.parametrize("path", SURFACES, ids=lambda path: path.stem)
 def test_a_symbol_that_a_release_loses_is_found_out(path: Path) -> None:
     """The check itself: without any one of the needed symbols, that one and no other is reported."""
-    symbols, surface = host_for(path.stem).symbols, record(path)
+    symbols, surface = needed(path.stem), record(path)
     for key in dict.fromkeys(symbol.key for symbol in symbols):
         lacking = copy.deepcopy(surface)
         del lacking["symbols"][key]
@@ -190,7 +194,7 @@ def test_a_symbol_that_a_release_loses_is_found_out(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SURFACES, ids=lambda path: path.stem)
 def test_a_parameter_that_a_release_loses_is_found_out(path: Path) -> None:
-    symbols, surface = host_for(path.stem).symbols, record(path)
+    symbols, surface = needed(path.stem), record(path)
     with_parameters = [symbol for symbol in symbols if symbol.parameters]
     assert with_parameters
     for symbol in with_parameters:
@@ -208,7 +212,9 @@ def installed() -> Host:
 
 
 def test_the_installed_release_has_what_its_host_needs() -> None:
-    assert [str(finding) for finding in check_installed(installed().symbols) if not finding.ok] == []
+    assert [
+        str(finding) for finding in check_installed(needed(hosts.installed_release().base_version)) if not finding.ok
+    ] == []
 
 
 def test_the_installed_release_is_told_from_one_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +222,6 @@ def test_the_installed_release_is_told_from_one_that_lacks_something(monkeypatch
     needy = Host(
         name="needy",
         series=host.series,
-        releases=host.releases,
         symbols=(*host.symbols, Symbol("vllm.v1.worker.gpu.attn_utils", "no_such_thing")),
         stock=host.stock,
         speculators=host.speculators,
@@ -237,8 +242,53 @@ def test_the_installed_release_has_a_speculator_for_every_family(family: Any) ->
     host = installed()
     speculator = importlib.import_module(host.speculators).speculator_class(family)
     stock = next(base for base in speculator.__mro__ if base.__module__.startswith("vllm."))
-    assert stock.__name__ == ("MTPSpeculator" if family == "mtp" else "EagleSpeculator")
+    one_class = hosts.installed_release() < Version("0.23")
+    assert stock.__name__ == ("MTPSpeculator" if family == "mtp" and not one_class else "EagleSpeculator")
     assert speculator.host is host
     # Ours come first: what the draft loop replaces must not be the stock speculator's.
     for name in ("propose", "capture", "init_cudagraph_manager"):
         assert getattr(speculator, name).__module__.startswith("vllm_eagle_mrv2.")
+
+
+# Who supplies a behaviour
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "ours"),
+    [
+        (Behaviour.DRAFT_LOGITS_IN_REPLAY, set()),
+        (Behaviour.DECODE_METADATA_REBUILD, {20}),
+        (Behaviour.FULL_DECODE_ONLY, set()),
+        (Behaviour.TARGET_METADATA_REUSE, {20, 22, 23, 24, 25}),
+        (Behaviour.ACTUAL_MAX_SEQ_LEN, {20, 22}),
+        (Behaviour.SHARED_GRAPH_POOL, {20, 22}),
+        (Behaviour.PADDING_WITHOUT_LOGITS, {20, 22, 23, 24}),
+        (Behaviour.SINGLE_TOKEN_CAPTURE_SIZES, {20, 22, 23, 24}),
+        (Behaviour.LENGTHS_WITHOUT_SYNC, set(range(20, 27)) - {21}),
+        (Behaviour.INDEPENDENT_DRAFT_NOISE, set(range(20, 29)) - {21}),
+        (Behaviour.DYNAMIC_DRAFT_LENGTH, set(range(25, 32))),
+        (Behaviour.DRAFT_ENFORCE_EAGER, set(range(20, 34)) - {21}),
+        (Behaviour.FUSED_DRAFT_DECODE, set(range(20, 28)) - {21}),
+        (Behaviour.TWO_STAGE_ARGMAX, set(range(22, 34))),
+        (Behaviour.ONE_DRAFT_GRAPH, set(range(20, 34)) - {21}),
+        (Behaviour.DRAFT_GRAPHS_BY_SUPPORT, set(range(20, 34)) - {21}),
+        (Behaviour.DRAFT_TOP_K_TOP_P, set(range(20, 34)) - {21}),
+    ],
+)
+def test_what_is_supplied_where(behaviour: Behaviour, ours: set[int]) -> None:
+    supplied = {
+        int(series.partition(".")[2])
+        for host in HOSTS
+        for series in host.series
+        if host.supplier(behaviour, Version(f"{series}.0")) == "eagle_mrv2"
+    }
+    assert supplied == ours
+
+
+def test_only_what_is_ours_can_be_disabled() -> None:
+    old, new = host_for("0.20.2"), host_for("0.32.0")
+    old.check_disabled([Behaviour.FUSED_DRAFT_DECODE, Behaviour.DRAFT_LOGITS_IN_REPLAY], Version("0.20.2"))
+    with pytest.raises(EagleMRV2Error, match="dynamic_draft_length cannot be disabled: it is about a setting unknown"):
+        old.check_disabled([Behaviour.DYNAMIC_DRAFT_LENGTH], Version("0.20.2"))
+    with pytest.raises(EagleMRV2Error, match=r"cannot be disabled: it is vLLM's own on vLLM 0.32.0; take it out"):
+        new.check_disabled([Behaviour.INDEPENDENT_DRAFT_NOISE], Version("0.32.0"))

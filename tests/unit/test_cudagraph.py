@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from vllm_eagle_mrv2 import hosts
 from vllm_eagle_mrv2.cudagraph import (
     CapturedAttentionState,
     DecodeCapture,
@@ -98,3 +102,100 @@ def test_inputs_are_made_outside_the_graph() -> None:
 
     type("Manager", (FreshInputsCapture, Looks), {})().capture_fresh(lambda *a, **k: None, make_inputs, "")
     assert made == ["a"]
+
+
+def numbered_passes() -> tuple[Callable[[Any], Callable[[Any], None]], list[tuple[Any, ...]]]:
+    """A maker of passes, and what happens: each pass knows the number of the inputs that were made for it."""
+    happened: list[tuple[Any, ...]] = []
+    numbers = itertools.count()
+
+    def make_pass(descriptor: Any) -> Callable[[Any], None]:
+        number = next(numbers)
+        happened.append(("made", number, descriptor))
+        return lambda mode: happened.append(("ran", number, mode))
+
+    return make_pass, happened
+
+
+def made_and_run(number: int, mode: str) -> list[tuple[Any, ...]]:
+    return [("made", number, "a"), ("ran", number, mode)]
+
+
+def test_the_pass_factory_makes_a_pass_at_every_call() -> None:
+    make_pass, happened = numbered_passes()
+    factory = FreshInputsCapture().pass_factory(make_pass)
+    factory("a", warmup=True)("warm-up")
+    factory("a")("capture")
+    factory("a", False)("capture again")
+    assert happened == [
+        *made_and_run(0, "warm-up"),
+        *made_and_run(1, "capture"),
+        *made_and_run(2, "capture again"),
+    ]
+
+
+def test_capture_hands_the_release_what_its_pass_factory_returns() -> None:
+    handed: list[Any] = []
+
+    class Looks:
+        def capture(self, create_forward_fn: Any, progress_bar_desc: str) -> None:
+            handed.append(create_forward_fn("a"))
+
+    class Pairs(FreshInputsCapture):
+        def pass_factory(self, make_pass: Callable[[Any], Callable[[Any], None]]) -> Callable[..., Any]:
+            return lambda descriptor: (make_pass(descriptor), None)
+
+    modes: list[Any] = []
+    inputs = CapturedAttentionState(1, 1, None, None, None)
+    type("Manager", (Pairs, Looks), {})().capture_fresh(lambda *a, **k: modes.append(a[-1]), lambda _: inputs, "")
+    ((captured, state),) = handed
+    captured("mode")
+    assert modes == ["mode"]
+    assert state is None
+
+
+def mixin_of(host: str, name: str, *, elsewhere: bool = False) -> Any:
+    """A mixin of a host's graph managers; the host's module is imported on its own releases.
+
+    With ``elsewhere`` also on others that have what it imports, for a module whose seams pass by what is not ours.
+    """
+    covered = importlib.import_module(f"vllm_eagle_mrv2.hosts.{host}").HOST.covers(hosts.installed_release())
+    if not (covered or elsewhere):
+        pytest.skip(f"{host} is not for the installed vLLM")
+    try:
+        module = importlib.import_module(f"vllm_eagle_mrv2.hosts.{host}.speculator")
+    except ImportError as error:
+        if covered:
+            raise
+        pytest.skip(f"{host} is not for the installed vLLM: {error}")
+    return getattr(module, name)()
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["FULL", "PIECEWISE"])
+def test_one_factory_call_for_warm_up_and_capture(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pass, happened = numbered_passes()
+    factory = mixin_of("v0_20", "_OneFactoryCall", elsewhere=True).pass_factory(make_pass)
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+    run = factory("a")
+    run("warm-up")
+    # Made anew before the capture begins: inside it, building inputs would be recorded.
+    before = [*made_and_run(0, "warm-up"), ("made", 1, "a")]
+    assert happened == before
+    capturing = full
+    run("capture")
+    assert happened[: len(before) + 1] == [*before, ("ran", 1, "capture")]
+    assert len(happened) == len(before) + (1 if full else 2)
+
+
+@pytest.mark.parametrize("host", ["v0_22", "v0_23"])
+def test_a_factory_of_releases_that_collect_attention_states(host: str) -> None:
+    make_pass, happened = numbered_passes()
+    factory = mixin_of(host, "_WithAttentionState").pass_factory(make_pass)
+    warm_up, capture = ({"warmup": True}, {"warmup": False}) if host == "v0_23" else ({}, {})
+    for number, arguments in enumerate((warm_up, capture)):
+        run, state = factory("a", **arguments)
+        run("mode")
+        assert state is None
+        assert happened[2 * number :] == made_and_run(number, "mode")

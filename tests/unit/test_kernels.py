@@ -58,6 +58,10 @@ def poisoned(
         sample_positions=full(max_num_reqs, dtype=torch.int64),
         draft_tokens=full(max_num_reqs, num_draft_tokens, dtype=torch.int64),
         draft_step=torch.tensor(SENTINEL, dtype=torch.int64, device=DEVICE),
+        num_rejected=full(max_num_reqs, dtype=torch.int32),
+        live_reqs=torch.tensor(SENTINEL, dtype=torch.int32, device=DEVICE),
+        top_k=full(max_num_reqs, dtype=torch.int32),
+        top_p=full(max_num_reqs, dtype=torch.float32),
     )
 
 
@@ -106,7 +110,6 @@ def target_batch(
         num_reqs=num_reqs,
         num_tokens=num_tokens,
         num_tokens_padded=num_tokens + padding,
-        uniform_query_len=None,
         num_draft_tokens=3,
         input_ids=draw(30_000, (num_tokens + padding,), torch.int32),
         positions=ints([*positions, *[0] * padding], torch.int64),
@@ -121,6 +124,8 @@ def target_batch(
         next_prefill_tokens=draw(30_000, (2, max_num_reqs), torch.int32),  # two tokens of lookahead
         temperature=torch.rand(max_num_reqs, generator=generator).to(DEVICE),
         seeds=draw(2**60, (max_num_reqs,)),
+        top_k=draw(1000, (max_num_reqs,), torch.int32) if seed % 2 == 0 else None,
+        top_p=draw(2, (max_num_reqs,), torch.float32) if seed % 2 == 0 else None,
         dummy_run=dummy_run,
     )
 
@@ -212,6 +217,18 @@ def test_prefill_inputs_without_padded_last_token_indices() -> None:
     assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("dummy_run", [False, True])
+def test_prefill_inputs_without_padded_idx_mapping(dummy_run: bool) -> None:
+    """As above; the live rows of a dummy batch are kept away from request states all the same."""
+    batch = target_batch([3, 2], rejected=[1, 0], dummy_run=dummy_run)
+    actual, expected = poisoned(8, 16), poisoned(8, 16)
+    prepare_prefill_inputs(actual, batch, pad_idx_mapping=False)
+    prepare_prefill_inputs_reference(expected, batch)
+    expected.idx_mapping[2:] = SENTINEL
+
+    assert_same(actual, expected)
+
+
 def after_prefill(batch: DraftBatch, buffers: DraftBuffers, sample_offset: int) -> None:
     """Bring buffers to where a draft prefill leaves them."""
     prepare_prefill_inputs_reference(buffers, batch, sample_offset=sample_offset)
@@ -224,28 +241,31 @@ def after_prefill(batch: DraftBatch, buffers: DraftBuffers, sample_offset: int) 
 @pytest.mark.parametrize("sample_offset", [0, 1])
 @pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
 @pytest.mark.parametrize("num_draft_tokens", [1, 3], ids="K={}".format)
-def test_decode_inputs(case: dict[str, Any], num_draft_tokens: int, sample_offset: int) -> None:
+@pytest.mark.parametrize("rows", ["live", "a graph's", "fewer"])
+def test_decode_inputs(case: dict[str, Any], num_draft_tokens: int, sample_offset: int, rows: str) -> None:
     batch = target_batch(**case)
     before = poisoned(case.get("max_num_reqs", 8), batch.num_tokens_padded + 16, num_draft_tokens=num_draft_tokens)
     after_prefill(batch, before, sample_offset)
     before.query_start_loc.fill_(SENTINEL)
-    before.seq_lens.fill_(SENTINEL)
     actual, expected = clone(before), clone(before)
 
-    arguments = (batch.seq_lens, batch.num_rejected, batch.num_reqs, MAX_LEN)
-    prepare_decode_inputs(actual, *arguments, sample_offset=sample_offset)
-    prepare_decode_inputs_reference(expected, *arguments, sample_offset=sample_offset)
+    num_rows = {"live": batch.num_reqs, "a graph's": before.max_num_reqs, "fewer": max(batch.num_reqs - 1, 1)}[rows]
+    prepare_decode_inputs(actual, num_rows, MAX_LEN, sample_offset=sample_offset)
+    prepare_decode_inputs_reference(expected, num_rows, MAX_LEN, sample_offset=sample_offset)
 
     assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("sample_offset", [0, 1])
-def test_decode_inputs_by_hand(sample_offset: int) -> None:
+@pytest.mark.parametrize("num_rows", [3, 4, 5])
+def test_decode_inputs_by_hand(sample_offset: int, num_rows: int) -> None:
     """Three requests of a model of 100 positions: one that lost 2 tokens, one at the very end, one just before it."""
     buffers = poisoned(5, 8)
+    buffers.live_reqs.fill_(3)
+    buffers.seq_lens[:3], buffers.num_rejected[:3] = ints([54, 100, 99]), ints([2, 0, 0])
     buffers.draft_tokens[:3, 0] = ints([7, 8, 9], torch.int64)
     buffers.sample_positions[:3] = ints([51, 99, 98], torch.int64) + sample_offset
-    prepare_decode_inputs(buffers, ints([54, 100, 99]), ints([2, 0, 0]), 3, 100, sample_offset=sample_offset)
+    prepare_decode_inputs(buffers, num_rows, 100, sample_offset=sample_offset)
 
     gone = SENTINEL
     assert buffers.input_ids.tolist() == [7, 8, 9] + [gone] * 5

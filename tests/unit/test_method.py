@@ -210,15 +210,41 @@ def test_num_speculative_tokens_must_be_a_positive_whole_number(tokens: object) 
     assert repr(tokens) in str(refused.value)
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
-def test_num_speculative_tokens_must_be_given(family: str) -> None:
+@pytest.mark.parametrize("tokens", [{}, {"num_speculative_tokens": None}], ids=["absent", "None"])
+@pytest.mark.parametrize("model", [{}, {"model": "/m"}], ids=["no model", "model"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_num_speculative_tokens_must_be_given(family: str, model: dict[str, Any], tokens: dict[str, Any]) -> None:
+    with pytest.raises(EagleMRV2Error, match="needs num_speculative_tokens; 3 is a good start") as refused:
+        translate({"method": f"eagle_mrv2:{family}", **model, **tokens}, "t", Options())
+    assert_one_sentence(refused.value)
+
+
+def test_num_speculative_tokens_must_be_given_for_a_detected_mtp_head(checkpoint: Checkpoint) -> None:
     with pytest.raises(EagleMRV2Error, match="needs num_speculative_tokens; 3 is a good start"):
-        translate({"method": f"eagle_mrv2:{family}", "model": "/m"}, "t", Options())
+        translate({"method": "eagle_mrv2", "model": checkpoint(MIMO)}, "t", Options())
 
 
-def test_mtp_needs_neither_tokens_nor_model() -> None:
-    config, _ = translate({"method": "eagle_mrv2:mtp"}, "t", Options())
-    assert config == {"method": "mtp"}
+def test_mtp_needs_no_model() -> None:
+    config, _ = translate({"method": "eagle_mrv2:mtp", "num_speculative_tokens": 1}, "t", Options())
+    assert config == {"method": "mtp", "num_speculative_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "asked_for"),
+    [
+        ({}, False),
+        ({"enforce_eager": None}, False),
+        ({"enforce_eager": False}, False),
+        ({"enforce_eager": True}, True),
+        ({"enforce-eager": True}, True),
+    ],
+)
+def test_the_request_says_who_asked_for_an_eager_draft(given: dict[str, Any], asked_for: bool) -> None:
+    """vLLM fills the field of its own configuration in by itself, so the user's word is kept apart."""
+    asked = {"method": "eagle_mrv2:eagle", "model": "/m", "num_speculative_tokens": 3, **given}
+    config, request = translate(asked, "t", Options())
+    assert request == Request("eagle", Options(), enforce_eager=asked_for)
+    assert [config[key] for key in config if key == "enforce_eager"] == list(given.values())
 
 
 @pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}], ids=["absent", "None", "empty"])
@@ -236,8 +262,8 @@ def test_no_draft_model_where_the_target_has_mtp_layers(
     method: str, model: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
     target = checkpoint({**WHOLE_LLAMA, "num_nextn_predict_layers": 1}, name="t")
-    config, request = translate({"method": method, **model}, target, Options())
-    assert config == {"method": "mtp"}
+    config, request = translate({"method": method, "num_speculative_tokens": 1, **model}, target, Options())
+    assert config == {"method": "mtp", "num_speculative_tokens": 1}
     assert request.family == "mtp"
 
 
@@ -256,7 +282,7 @@ MIMO = {"architectures": ["MiMoMTPModel"], "num_nextn_predict_layers": 1}
 
 def refused_path(asked: dict[str, Any], target: str) -> str:
     with pytest.raises(EagleMRV2Error, match=r"vLLM takes the MTP draft .* rename or move the folder") as refused:
-        translate(asked, target, Options())
+        translate({**asked, "num_speculative_tokens": 1}, target, Options())
     assert_one_sentence(refused.value)
     return str(refused.value)
 
@@ -288,8 +314,8 @@ def test_misleading_path_of_a_detected_mtp_head(name: str, word: str, inside: bo
 
 def test_neutral_path_of_an_mtp_head() -> None:
     for path in ("/m/mimo", "/m/eagle", "/m/eagle_mimo", "XiaomiMiMo/MiMo-7B-RL"):
-        asked = {"method": "eagle_mrv2:mtp", "model": path}
-        assert translate(asked, "/eagle3/target", Options())[0] == {"method": "mtp", "model": path}
+        asked = {"method": "eagle_mrv2:mtp", "model": path, "num_speculative_tokens": 1}
+        assert translate(asked, "/eagle3/target", Options())[0] == {**asked, "method": "mtp"}
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
@@ -476,7 +502,7 @@ def test_mark_and_request_of() -> None:
 
 
 def test_a_request_travels() -> None:
-    request = Request("eagle3", parse_options({"eagle_mrv2": {"disable": ["actual_max_seq_len"]}}))
+    request = Request("eagle3", parse_options({"eagle_mrv2": {"disable": ["actual_max_seq_len"]}}), enforce_eager=True)
     config = SimpleNamespace()
     mark(config, request)
     for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), copy.copy(config)):

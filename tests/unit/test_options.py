@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.behaviours import BEYOND_STOCK, Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.options import Options, parse_options
+from vllm_eagle_mrv2.options import DraftVocab, Options, parse_options
 
 
 @pytest.mark.parametrize("additional_config", [None, {}, {"other": 1}, {"eagle_mrv2": {}}, object()])
@@ -18,6 +20,7 @@ def test_everything_is_on_by_default(additional_config: object) -> None:
     options = parse_options(additional_config)
     assert all(options.enabled(behaviour) for behaviour in Behaviour)
     assert options.draft_logits_dtype == "float32"
+    assert options.draft_vocab is None
 
 
 @pytest.mark.parametrize("behaviour", Behaviour)
@@ -30,6 +33,11 @@ def test_the_dtype_of_draft_logits_can_be_that_of_the_head() -> None:
     assert parse_options({"eagle_mrv2": {"draft_logits_dtype": "head"}}).draft_logits_dtype == "head"
 
 
+def test_a_draft_vocabulary() -> None:
+    options = parse_options({"eagle_mrv2": {"draft_vocab": {"size": 32768, "ranking": "ranking.json"}}})
+    assert options.draft_vocab == DraftVocab(size=32768, ranking=Path("ranking.json"))
+
+
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
@@ -37,6 +45,12 @@ def test_the_dtype_of_draft_logits_can_be_that_of_the_head() -> None:
         ({"disable": ["full_decode"]}, "'full_decode'"),
         ({"disable": "full_decode_only"}, "'full_decode_only'"),
         ({"draft_logits_dtype": "float16"}, "'float16'"),
+        ({"draft_vocab": {"ranking": "r.json"}}, "draft_vocab.size: Field required"),
+        ({"draft_vocab": {"size": 8}}, "draft_vocab.ranking: Field required"),
+        ({"draft_vocab": {"size": 0, "ranking": "r.json"}}, "draft_vocab.size: Input should be greater than 0"),
+        ({"draft_vocab": {"size": "8", "ranking": "r.json"}}, "draft_vocab.size: Input should be a valid integer"),
+        ({"draft_vocab": {"size": 8, "ranking": "r.json", "top": 1}}, "unknown option 'draft_vocab.top'"),
+        ({"draft_vocab": 8}, "draft_vocab: "),
     ],
 )
 def test_what_is_not_known_is_refused_with_what_is(given: dict[str, Any], cause: str) -> None:
@@ -64,7 +78,22 @@ def test_options_travel_and_do_not_change() -> None:
         options.draft_logits_dtype = "float32"  # type: ignore[misc]
 
 
+FOLLOW_NO_SINGLE_CHANGE = {
+    Behaviour.PADDING_WITHOUT_LOGITS,
+    Behaviour.SINGLE_TOKEN_CAPTURE_SIZES,
+    Behaviour.LENGTHS_WITHOUT_SYNC,
+    Behaviour.INDEPENDENT_DRAFT_NOISE,
+    Behaviour.DRAFT_ENFORCE_EAGER,
+    *(BEYOND_STOCK - {Behaviour.DRAFT_TOP_K_TOP_P}),
+}
+
+
 @pytest.mark.parametrize("behaviour", Behaviour)
 def test_every_behaviour_says_what_it_does(behaviour: Behaviour) -> None:
-    assert "#" in behaviour.summary
+    text, _, changes = behaviour.summary.partition(" (")
+    assert text
+    assert text == text.strip()
+    assert "\n" not in text
+    assert bool(re.fullmatch(r"#\d+(, #\d+)*\)", changes)) == (behaviour not in FOLLOW_NO_SINGLE_CHANGE)
+    assert ("#" in behaviour.summary) == (behaviour not in FOLLOW_NO_SINGLE_CHANGE)
     assert str(behaviour) == behaviour.value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from vllm_eagle_mrv2 import hosts, seams
+from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts import v0_26
-from vllm_eagle_mrv2.method import Request, request_of
+from vllm_eagle_mrv2.hosts import v0_20, v0_26, v0_32
+from vllm_eagle_mrv2.hosts.spec import ALWAYS_OURS, Host
+from vllm_eagle_mrv2.method import MARKER, Request, request_of
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.plugin import register
 
@@ -60,12 +64,17 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
+V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A clean environment, and a look at the installed vLLM that is not remembered from another test."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    # Set before it is deleted, so that what the package leaves in it is gone after the test.
+    monkeypatch.setenv(V2_VARIABLE, "")
+    monkeypatch.delenv(V2_VARIABLE)
     cached = hosts.installed_host
     cached.cache_clear()
     yield
@@ -128,6 +137,15 @@ def test_options_reach_the_marker(models: dict[str, str]) -> None:
     assert request.options == Options.model_validate(options)
 
 
+def test_an_eager_draft_reaches_the_marker_where_the_user_asked(models: dict[str, str]) -> None:
+    """These engines are eager, and vLLM makes their drafts eager as well; that is not the user's word for the draft."""
+    arguments = ask(models)
+    assert request_in(arguments.create_engine_config()) == Request("eagle", Options())
+    arguments = ask(models)
+    arguments.speculative_config["enforce_eager"] = True
+    assert request_in(arguments.create_engine_config()) == Request("eagle", Options(), enforce_eager=True)
+
+
 def test_the_marker_survives_the_way_into_a_worker(models: dict[str, str]) -> None:
     config = ask(models).create_engine_config()
     for arrived in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
@@ -184,13 +202,13 @@ def test_the_request_rides_in_the_dictionary(copied: Callable[[Any], Any], model
     options = {"disable": ["full_decode_only"]}
     arguments = used(ask(models, "eagle_mrv2:eagle", additional_config={"eagle_mrv2": options}))
     request = Request("eagle", Options.model_validate(options))
-    assert arguments.speculative_config[seams._REQUEST] == request
+    assert arguments.speculative_config[MARKER] == request
     assert set(vars(arguments)) == set(vars(ask(models, "eagle")))
 
     copy_of_it = copied(arguments)
     for each in (copy_of_it, arguments, copy_of_it):
         assert request_in(each.create_engine_config()) == request
-        assert each.speculative_config[seams._REQUEST] == request
+        assert each.speculative_config[MARKER] == request
 
 
 @pytest.mark.parametrize("more", [{}, {"num_speculative_tokens": 2}])
@@ -201,7 +219,7 @@ def test_a_copy_turned_stock_is_stock_and_the_other_still_ours(more: dict[str, A
     config = turned.create_engine_config()
     assert request_in(config) is None
     assert config.speculative_config.method == "eagle"
-    assert seams._REQUEST not in turned.speculative_config
+    assert MARKER not in turned.speculative_config
     without = dataclasses.replace(arguments, speculative_config=None).create_engine_config()
     assert without.speculative_config is None
     assert request_in(arguments.create_engine_config()) == Request("eagle", Options())
@@ -234,9 +252,77 @@ def test_model_runner_v2_is_chosen_for_us_and_for_nobody_else(
 ) -> None:
     ours, stock = ask(models).create_engine_config(), ask(models, "eagle").create_engine_config()
     for forced, stock_uses_it in (("0", False), ("1", True)):
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", forced)
+        monkeypatch.setenv(V2_VARIABLE, forced)
         assert ours.use_v2_model_runner is True
         assert stock.use_v2_model_runner is stock_uses_it
+
+
+def on_release(host: Host, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the package take the installed vLLM for another release."""
+    monkeypatch.setattr(hosts, "installed_host", lambda: host)
+    monkeypatch.setattr(hosts, "installed_release", lambda: Version(release))
+
+
+class TestV2ByEnvironment:
+    """A release that selects Model Runner V2 by its environment variable and by nothing else."""
+
+    @pytest.fixture(autouse=True)
+    def old_release(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        on_release(v0_20.HOST, "0.20.2", monkeypatch)
+
+    def test_set_for_ours_and_unset_for_the_next(self, models: dict[str, str]) -> None:
+        for _ in range(2):
+            assert request_in(ask(models).create_engine_config()) is not None
+            assert os.environ[V2_VARIABLE] == "01"
+            assert int(os.environ[V2_VARIABLE]) == 1  # as vLLM reads it
+        for stock in (ask(models, "eagle"), ask(models, speculative_config=None)):
+            assert request_in(stock.create_engine_config()) is None
+            assert V2_VARIABLE not in os.environ
+
+    def test_set_for_arguments_that_are_used_again(self, models: dict[str, str]) -> None:
+        arguments = used(ask(models))
+        ask(models, "eagle").create_engine_config()
+        assert V2_VARIABLE not in os.environ
+        used(arguments)
+        assert os.environ[V2_VARIABLE] == "01"
+
+    def test_set_before_vllm_looks_at_it(self) -> None:
+        seen = []
+        arguments = engine_that_reads(SimpleNamespace(method="mtp", model="deepseek"))
+        stock = type(arguments).create_speculative_config
+
+        def look(self: Any) -> Any:
+            seen.append(os.environ.get(V2_VARIABLE))
+            return stock(self)
+
+        type(arguments).create_speculative_config = look
+        arguments.create_engine_config()
+        assert seen == ["01"]
+
+    def test_a_users_choice_stays(self, models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(V2_VARIABLE, "1")
+        for method in ("eagle_mrv2", "eagle", "eagle_mrv2"):
+            ask(models, method).create_engine_config()
+            assert os.environ[V2_VARIABLE] == "1"
+
+    def test_not_set_for_a_request_that_is_refused(
+        self, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(EagleMRV2Error):
+            ask(models, additional_config={"eagle_mrv2": {"typo": 1}}).create_engine_config()
+        assert V2_VARIABLE not in os.environ
+        monkeypatch.setenv(V2_VARIABLE, "0")
+        with pytest.raises(EagleMRV2Error, match="VLLM_USE_V2_MODEL_RUNNER=0 forbids; unset it"):
+            ask(models).create_engine_config()
+        assert os.environ[V2_VARIABLE] == "0"
+
+
+def test_the_environment_stays_where_the_release_knows_another_way(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_release(v0_32.HOST, "0.32.0", monkeypatch)
+    assert request_in(ask(models).create_engine_config()) is not None
+    assert V2_VARIABLE not in os.environ
 
 
 @pytest.mark.skipif("spec_method" not in EngineArgs.__dataclass_fields__, reason="this release has no --spec-method")
@@ -283,7 +369,7 @@ def refused(arguments: EngineArgs) -> str:
 @pytest.mark.parametrize("value", ["0", "false", " False "])
 def test_model_runner_v1_forced(value: str, models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ask(models)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+    monkeypatch.setenv(V2_VARIABLE, value)
     assert "VLLM_USE_V2_MODEL_RUNNER=0 forbids; unset it" in refused(arguments)
 
 
@@ -299,6 +385,82 @@ def test_bad_options(models: dict[str, str]) -> None:
     message = refused(ask(models, additional_config={"eagle_mrv2": {"typo": 1}}))
     assert "unknown option 'typo'" in message
     assert "draft_logits_dtype" in message
+
+
+OLD, NEW = (v0_20.HOST, "0.20.2"), (v0_32.HOST, "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("release", "behaviour", "whose"),
+    [
+        (OLD, Behaviour.DYNAMIC_DRAFT_LENGTH, "about a setting unknown"),
+        (NEW, Behaviour.DYNAMIC_DRAFT_LENGTH, "vLLM's own"),
+        (NEW, Behaviour.INDEPENDENT_DRAFT_NOISE, "vLLM's own"),
+    ],
+)
+def test_a_behaviour_that_cannot_be_disabled(
+    release: tuple[Host, str],
+    behaviour: Behaviour,
+    whose: str,
+    models: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_release(*release, monkeypatch)
+    # The draft is not looked at: what is refused on any draft is refused first.
+    arguments = ask(models, head="target", additional_config={"eagle_mrv2": {"disable": [behaviour.value]}})
+    message = refused(arguments)
+    assert f"{behaviour} cannot be disabled: it is {whose} on vLLM {release[1]}; take it out of disable" in message
+
+
+@pytest.mark.parametrize("release", [OLD, NEW], ids=["0.20", "0.32"])
+def test_behaviours_that_can_be_disabled(
+    release: tuple[Host, str], models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_release(*release, monkeypatch)
+    host, version = release
+    ours = {behaviour for behaviour in Behaviour if host.supplier(behaviour, Version(version)) == "eagle_mrv2"}
+    disable = sorted(behaviour.value for behaviour in ours | ALWAYS_OURS)
+    request = request_in(ask(models, additional_config={"eagle_mrv2": {"disable": disable}}).create_engine_config())
+    assert request is not None
+    assert request.options.disable == ours | ALWAYS_OURS
+
+
+def with_draft_vocab(
+    size: int, ranking: dict[str, Any], models: dict[str, str], folder: Path, **more: Any
+) -> EngineArgs:
+    (folder / "ranking.json").write_text(json.dumps(ranking))
+    draft_vocab = {"size": size, "ranking": str(folder / "ranking.json")}
+    return ask(models, additional_config={"eagle_mrv2": {"draft_vocab": draft_vocab}}, **more)
+
+
+def test_a_draft_vocabulary_rides_on_the_marker(models: dict[str, str], tmp_path: Path) -> None:
+    arguments = with_draft_vocab(3, {"vocab_size": 120, "tokens": [9, 2, 5, 1]}, models, tmp_path)
+    request = request_in(pickle.loads(pickle.dumps(arguments.create_engine_config())))
+    assert request is not None
+    assert request.draft_tokens is not None
+    assert request.draft_tokens.ids == (2, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranking", "head", "cause"),
+    [
+        (3, {"tokens": [9, 2]}, "head", "ranks 2"),
+        (128, {"tokens": [*range(128)]}, "head", "keeps 128 tokens of a draft with 128"),
+        (2, {"tokens": [1, 128]}, "head", "the token 128, the draft has a vocabulary of 128"),
+        (
+            2,
+            {"vocab_size": 50, "tokens": [1, 2]},
+            "head",
+            "a tokenizer of 50 tokens, the draft has a vocabulary of 128",
+        ),
+        (2, {"tokens": [1, 2]}, "head3", "an EAGLE-3 head"),
+    ],
+)
+def test_a_draft_vocabulary_that_cannot_be(
+    size: int, ranking: dict[str, Any], head: str, cause: str, models: dict[str, str], tmp_path: Path
+) -> None:
+    """Before the model loads."""
+    assert cause in refused(with_draft_vocab(size, ranking, models, tmp_path, head=head))
 
 
 def test_bad_options_of_nobody(models: dict[str, str]) -> None:
@@ -317,7 +479,7 @@ def test_unsupported_release(models: dict[str, str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     message = refused(ask(models))
     assert "does not support vLLM 0.34.0" in message
-    assert "supported are 0.26.x and 0.32.x;" in message
+    assert f"supported are {hosts.supported()};" in message
     assert request_in(ask(models, "eagle").create_engine_config()) is None
     assert parse("--speculative-config", '{"method": "eagle"}').speculative_config == {"method": "eagle"}
 
@@ -338,10 +500,10 @@ def engine_that_reads(speculative: Any) -> Any:
         replacement: dict[str, Any] | None = None  # what vLLM puts in the place of the configuration
 
         def __init__(self) -> None:
-            self.speculative_config = {"method": "eagle_mrv2:mtp", "model": "deepseek"}
+            self.speculative_config = {"method": "eagle_mrv2:mtp", "model": "deepseek", "num_speculative_tokens": 1}
 
         def create_speculative_config(self) -> Any:
-            assert self.speculative_config == {"method": "mtp", "model": "deepseek"}
+            assert self.speculative_config == {"method": "mtp", "model": "deepseek", "num_speculative_tokens": 1}
             return speculative
 
         def create_engine_config(self) -> Any:
@@ -457,7 +619,7 @@ def test_several_mtp_modules_in_the_target(model: dict[str, str], models: dict[s
 def test_a_configuration_that_vllm_drops() -> None:
     """For a target that is a speculators checkpoint vLLM makes one of its own, in which our request is not."""
     arguments = engine_that_reads(SimpleNamespace(method="mtp", model="deepseek"))
-    arguments.replacement = {"method": "mtp", "model": "deepseek"}
+    arguments.replacement = {"method": "mtp", "model": "deepseek", "num_speculative_tokens": 1}
     assert "vLLM replaced the speculative configuration" in refused(arguments)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.speculator import DraftConfig, DraftLoop, GraphRun
 
@@ -99,7 +100,6 @@ def batch_of(rows: list[Row], num_draft_tokens: int, **changes: Any) -> DraftBat
         num_reqs=len(rows),
         num_tokens=sum(lengths),
         num_tokens_padded=sum(lengths) + 3,
-        uniform_query_len=None,
         num_draft_tokens=num_draft_tokens,
         input_ids=ints([token for row in rows for token in row.tokens] + [0] * 3),
         positions=ints([row.start + i for row in rows for i in range(len(row.tokens))] + [0] * 3, torch.int64),
@@ -140,6 +140,10 @@ def make_buffers(num_draft_tokens: int) -> DraftBuffers:
         sample_positions=used(MAX_NUM_REQS),
         draft_tokens=used(MAX_NUM_REQS, num_draft_tokens),
         draft_step=used(),
+        num_rejected=used(MAX_NUM_REQS, dtype=torch.int32),
+        live_reqs=used(dtype=torch.int32),
+        top_k=used(MAX_NUM_REQS, dtype=torch.int32),
+        top_p=used(MAX_NUM_REQS, dtype=torch.float32),
     )
 
 
@@ -149,6 +153,8 @@ class ToyHost:
 
     refreshes_in_graph: bool = False
     full_graphs: bool = False
+    fused_in_graphs_only: bool = False  # decodes that run outside a graph go by steps
+    one_graph: bool = False  # the graph of a draft prefill goes on with the decodes
     one_state: bool = False  # the head and the next step get the same hidden states
     draft_max_seq_len: int = -1
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -162,6 +168,14 @@ class ToyHost:
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
+
+    def decodes_fused(self, run: GraphRun) -> bool:
+        assert run.descriptor == "decode graph"
+        return self.refreshes_in_graph and (run.full or not self.fused_in_graphs_only)
+
+    def holds_draft_phase(self, run: GraphRun) -> bool:
+        assert run.descriptor == "prefill graph"
+        return self.one_graph and run.full
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
         self.calls.append(("begin_prefill",))
@@ -235,7 +249,9 @@ class ToyHost:
     def replay_prefill(self, run: GraphRun) -> None:
         self.calls.append(("replay_prefill", run.descriptor))
         self.in_replay = True
-        self.loop.prefill(MAX_NUM_REQS, MAX_NUM_TOKENS, None, None, None, "captured")
+        decodes = CapturedAttentionState(MAX_NUM_REQS, MAX_NUM_REQS, "captured metadata", None, None)
+        captured = (MAX_NUM_REQS, MAX_NUM_TOKENS, None, None, None, "captured")
+        self.loop.phase(*captured, decodes=decodes if self.one_graph else None)
         self.in_replay = False
 
     def replay_decode(self, run: GraphRun) -> None:
@@ -387,6 +403,58 @@ def test_a_full_fused_graph_is_replayed_once() -> None:
     assert host.named("forward") == [("in replay",)] * 4
 
 
+@pytest.mark.parametrize("sample_offset", [0, 1])
+@pytest.mark.parametrize("num_draft_tokens", [2, 4], ids="K={}".format)
+def test_one_graph_drafts_what_two_draft(num_draft_tokens: int, sample_offset: int) -> None:
+    host = ToyHost(refreshes_in_graph=True, full_graphs=True, one_graph=True)
+    loop = loop_on(host, num_draft_tokens, sample_offset=sample_offset)
+    for rows in (ROWS, ROWS[::-1][:2]):  # the graph is told of the second batch by its buffers alone
+        drafts = loop.propose(batch_of(rows, num_draft_tokens))
+        assert drafts.tolist() == expected_drafts(rows, num_draft_tokens, sample_offset)
+        buffers = loop.buffers
+        assert buffers.query_start_loc.tolist() == [min(row, len(rows)) for row in range(MAX_NUM_REQS + 1)]
+        assert not buffers.seq_lens[len(rows) :].any()
+        assert (buffers.idx_mapping[len(rows) :] == -1).all()
+
+
+def test_one_graph_is_replayed_once_and_asks_nothing_else() -> None:
+    host = ToyHost(refreshes_in_graph=True, full_graphs=True, one_graph=True)
+    loop_on(host, 4).propose(batch_of(ROWS, 4))
+    begin = [("begin_prefill",), ("dispatch_prefill", 12, 15), ("prepare_fused_replay",)]
+    assert host.calls[:4] == [*begin, ("replay_prefill", "prefill graph")]
+    assert host.named("forward") == [("in replay",)] * 4
+    assert host.named("dispatch_decode") == host.named("replay_decode") == host.named("before_forward") == []
+    # In the graph; a model that shares what the prefill found must see them in this order.
+    hooks = [call[0] for call in host.calls if call[0].startswith("on_")]
+    assert hooks == ["on_prefill_end", "on_multi_step_decode_begin", "on_multi_step_decode_end", "on_prefill_begin"]
+
+
+def test_one_graph_of_a_dummy_run_touches_no_request() -> None:
+    host = ToyHost(refreshes_in_graph=True, full_graphs=True, one_graph=True)
+    loop = loop_on(host, 4)
+    loop.propose(batch_of(ROWS, 4, dummy_run=True))
+    assert not loop.buffers.seq_lens.any()
+    assert not loop.buffers.query_start_loc.any()
+    assert (loop.buffers.idx_mapping == -1).all()
+
+
+def test_decodes_that_are_fused_in_graphs_only() -> None:
+    """Outside a graph such a host builds metadata for every step, and refreshes none."""
+    host = ToyHost(refreshes_in_graph=True, fused_in_graphs_only=True)
+    drafts = loop_on(host, 4).propose(batch_of(ROWS, 4))
+    assert drafts.tolist() == expected_drafts(ROWS, 4, 0)
+    assert host.named("build_decode_metadata") == [(1,), (2,), (3,)]
+    assert host.named("refresh_decode_metadata") == []
+    assert host.inputs[1:] == [(f"metadata {step}", f"slots {step}") for step in (1, 2, 3)]
+
+    host = ToyHost(refreshes_in_graph=True, fused_in_graphs_only=True, full_graphs=True)
+    drafts = loop_on(host, 4).propose(batch_of(ROWS, 4))
+    assert drafts.tolist() == expected_drafts(ROWS, 4, 0)
+    assert host.named("replay_decode") == [("decode graph",)]
+    assert len(host.named("prepare_fused_replay")) == 1
+    assert host.named("build_decode_metadata") == []
+
+
 @pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])
 def test_one_token_needs_no_decode(refreshes: bool) -> None:
     host = ToyHost(refreshes)
@@ -433,6 +501,14 @@ def test_last_token_indices_of_padded_rows(disable: Behaviour | None) -> None:
     loop.buffers.last_token_indices.fill_(40)
     loop.propose(batch_of(ROWS, 4))
     assert loop.buffers.last_token_indices[len(ROWS) :].tolist() == [0 if disable is None else 40] * 2
+
+
+@pytest.mark.parametrize("disable", [None, Behaviour.PADDING_WITHOUT_LOGITS], ids=["on", "off"])
+def test_request_states_of_padded_rows(disable: Behaviour | None) -> None:
+    loop = loop_on(ToyHost(), disable=disable)
+    loop.buffers.idx_mapping.fill_(5)
+    loop.propose(batch_of(ROWS, 4))
+    assert loop.buffers.idx_mapping[len(ROWS) :].tolist() == [-1 if disable is None else 5] * 2
 
 
 @pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])

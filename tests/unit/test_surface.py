@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import sys
 import textwrap
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from vllm_eagle_mrv2 import hosts
+from vllm_eagle_mrv2.hosts.spec import Host
 from vllm_eagle_mrv2.surface import Finding, Symbol, check_installed, check_recorded, describe_installed
 
 FILES = {
@@ -89,15 +91,16 @@ FILES = {
             def __call__(self, *args, **kwargs): ...
         """,
 }
+CI = Path(__file__).parents[2] / "ci"
 LEAF = "surface_subject.sub.leaf"
 PRESENT = [
     Symbol(LEAF, "sample", ("logits", "idx")),
-    Symbol(LEAF, "sample", ("logits", "*rest", "scale", "**options")),
-    Symbol("surface_subject.sub", "exported", ("idx",)),
+    Symbol(LEAF, "sample", ("logits", "idx", "*rest", "scale", "**options")),
+    Symbol("surface_subject.sub", "exported", ("logits", "idx")),
     Symbol("surface_subject.sub", "leaf"),
     Symbol(LEAF, "LIMIT"),
     Symbol(LEAF, "Leaf", ("config", "device", "warm")),
-    Symbol(LEAF, "Leaf.__init__", ("config", "warm")),
+    Symbol(LEAF, "Leaf.__init__", ("config", "device")),
     Symbol(LEAF, "Leaf.capture", ("states", "pool")),
     Symbol(LEAF, "Leaf.make", ("path",)),
     Symbol(LEAF, "Leaf.build", ("path", "mode")),
@@ -126,19 +129,16 @@ ABSENT = [
     (Symbol(LEAF, "Parts", ("table",)), "changed"),
     (Symbol(LEAF, "More", ("made",)), "changed"),
     (Symbol(LEAF, "LIMIT", ("anything",)), "changed"),
+    (Symbol(LEAF, "sample", ("logits", "scale")), "changed"),
+    (Symbol(LEAF, "Leaf.build", ("path",)), "changed"),
 ]
 
 
 @pytest.fixture(scope="module")
 def recorder() -> ModuleType:
-    path = Path(__file__).parents[2] / "ci" / "record_surface.py"
-    spec = importlib.util.spec_from_file_location("record_surface", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(CI)
+        return importlib.import_module("record_surface")
 
 
 @pytest.fixture
@@ -249,3 +249,214 @@ def test_diff_names_each_change(recorder: ModuleType) -> None:
         "m:unasked: only one of the two records knows it",
     ]
     assert recorder.diff(old, old) == []
+
+
+def test_diff_names_a_default_that_is_gone(recorder: ModuleType) -> None:
+    def surface(*defaults: str) -> dict[str, Any]:
+        entry = {"kind": "function", "parameters": ["a", "b"], "defaults": list(defaults)}
+        return {"vllm_version": "1", "symbols": {"m:f": entry}, "missing": []}
+
+    assert recorder.diff(surface("a", "b"), surface("b")) == ["m:f: parameter a lost its default"]
+    assert recorder.diff(surface("b"), surface("a", "b")) == []
+
+
+# Taking up a release
+
+BEFORE = {
+    "engine.py": """
+        class Loop:
+            def __init__(self, config): ...
+            def propose(self, batch, tokens=None): ...
+            def run_model(self, num_tokens, metadata): ...
+            def finish(self, output): ...
+            def left_alone(self, states): ...
+            def loosened(self, states, unused=None): ...
+            def tightened(self, states, pool=None): ...
+            def sample(self, hidden, positions, seeds): ...
+
+        class Graphs:
+            def replay(self, desc): ...
+
+        def uniform_token_count(requests, tokens): ...
+        def nowhere_to_be_found(): ...
+        """,
+}
+AFTER = {
+    "engine.py": """
+        from .graphs import Graphs  # what is imported is found as before
+
+        class Base:
+            def finish(self, output): ...
+
+        class Loop:
+            def __init__(self, config): ...
+            def propose(self, batch, slots, tokens=None): ...
+            def _run_model(self, num_tokens, metadata): ...
+            def left_alone(self, states): ...
+            def loosened(self, states, extra=None): ...
+            def tightened(self, states, pool): ...
+            def sample(self, hidden, source_positions, seeds): ...
+        """,
+    "graphs.py": """
+        class Graphs:
+            def replay(self, desc): ...
+        """,
+    "counts.py": "def uniform_decode_token_count(requests, tokens): ...",
+}
+NEEDED = [
+    *(f"Loop.{name}" for name in ("propose", "run_model", "finish", "left_alone", "loosened", "tightened", "sample")),
+    "Graphs.replay",
+    "uniform_token_count",
+    "nowhere_to_be_found",
+]
+
+
+@pytest.fixture
+def taken_up(recorder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two releases of a vLLM made up for the purpose: 0.40.1, which has a host, and 0.41.0, which has none."""
+    for release, modules in (("0.40.1", BEFORE), ("0.41.0", AFTER)):
+        for name, text in {"__init__.py": "", **modules}.items():
+            file = tmp_path / f"cuda-{release}" / "vllm" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(textwrap.dedent(text))
+    symbols = tuple(Symbol("vllm.engine", name, ("states",) if "loosened" in name else None) for name in NEEDED)
+    host = Host(
+        name="made_up",
+        series=("0.40",),
+        symbols=(*symbols, Symbol("vllm.engine", "Loop.only_later", releases=">=0.40.2")),
+        stock={},
+        speculators="nowhere",
+    )
+    monkeypatch.setattr(hosts, "all_hosts", lambda: [host])
+    monkeypatch.setattr(recorder, "SUPPORTED", ("0.40.1",))
+    return tmp_path
+
+
+def run(recorder: ModuleType, root: Path, *arguments: str) -> int:
+    status: int = recorder.main([*arguments, "--source-root", str(root), "--out", str(root / "surfaces")])
+    return status
+
+
+def drift_lines(output: str) -> dict[str, list[str]]:
+    """Symbol -> the lines about it, in a drift that is printed."""
+    lines: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        if line.startswith("  vllm."):
+            lines[line.strip().partition(":")[2]] = here = []
+        elif line.startswith("    "):
+            here.append(line[4:])
+    return lines
+
+
+def test_drift_says_what_a_host_has_to_take_up(recorder: ModuleType, taken_up: Path, capsys: Any) -> None:
+    assert run(recorder, taken_up, "--all") == 0
+    capsys.readouterr()
+    assert run(recorder, taken_up, "--drift", "0.41.0") == 1
+    output = capsys.readouterr().out
+    assert output.startswith("vLLM 0.41.0 against 0.40.1: the symbols that host made_up needs\n")
+    assert drift_lines(output) == {
+        "Loop.propose": ["! added parameter slots (no default)"],
+        "Loop.run_model": ["! removed", "  perhaps renamed to Loop._run_model(num_tokens, metadata)"],
+        "Loop.finish": ["! removed", "  vllm.engine:Base.finish has its name"],
+        "Loop.tightened": ["! parameter pool lost its default"],
+        "Loop.sample": [
+            "! removed parameter positions",
+            "! added parameter source_positions (no default)",
+            "  in the place of parameter positions stands source_positions: perhaps a new name",
+        ],
+        "uniform_token_count": [
+            "! removed",
+            "  perhaps now vllm.counts:uniform_decode_token_count(requests, tokens)",
+        ],
+        "nowhere_to_be_found": ["! removed"],
+        "Loop.loosened": [
+            "  removed parameter unused",
+            "  added parameter extra",
+            "  in the place of parameter unused stands extra: perhaps a new name",
+        ],
+    }
+    breaks, _, to_look_at = output.partition("to look at: the calls still fit (1)")
+    assert "BREAKS: the host does not fit until these are taken up (7)" in breaks
+    assert "Loop.loosened" in to_look_at
+    assert "2 of 10 symbols unchanged" in output
+    assert sorted(path.name for path in (taken_up / "surfaces").iterdir()) == ["0.40.1.json"]
+
+
+def test_a_symbol_that_moved_is_traced(recorder: ModuleType, taken_up: Path, capsys: Any) -> None:
+    run(recorder, taken_up, "--all")
+    engine = taken_up / "cuda-0.41.0" / "vllm" / "engine.py"
+    engine.write_text(engine.read_text().replace("from .graphs import Graphs", "import os"))
+    assert run(recorder, taken_up, "--drift", "0.41.0") == 1
+    assert drift_lines(capsys.readouterr().out)["Graphs.replay"] == [
+        "! removed",
+        "  moved to vllm.graphs:Graphs.replay",
+    ]
+
+
+def test_nothing_changed(recorder: ModuleType, taken_up: Path, capsys: Any) -> None:
+    run(recorder, taken_up, "--all")
+    (taken_up / "cuda-0.40.1").rename(taken_up / "cuda-0.42.0")
+    assert run(recorder, taken_up, "--drift", "0.42.0") == 0
+    assert "10 of 10 symbols unchanged" in capsys.readouterr().out
+
+
+def test_recording_a_release_without_a_host_prints_its_drift(recorder: ModuleType, taken_up: Path, capsys: Any) -> None:
+    assert run(recorder, taken_up, "--all") == 0
+    assert "against" not in capsys.readouterr().out
+    assert run(recorder, taken_up, "0.41.0") == 0
+    assert "vLLM 0.41.0 against 0.40.1" in capsys.readouterr().out
+    written = json.loads((taken_up / "surfaces" / "0.41.0.json").read_text())
+    assert written["vllm_version"] == "0.41.0"
+    assert "vllm.engine:Loop.run_model" in written["missing"]
+
+
+def test_a_release_is_compared_with_the_last_one_that_has_a_host(
+    recorder: ModuleType, taken_up: Path, capsys: Any
+) -> None:
+    run(recorder, taken_up, "--all")
+    run(recorder, taken_up, "0.41.0")
+    (taken_up / "cuda-0.41.0").rename(taken_up / "cuda-0.42.0")
+    capsys.readouterr()
+    assert run(recorder, taken_up, "--drift", "0.42.0") == 1
+    assert "vLLM 0.42.0 against 0.40.1" in capsys.readouterr().out
+
+
+def test_a_wheel_is_read_like_a_folder(recorder: ModuleType, taken_up: Path, capsys: Any, monkeypatch: Any) -> None:
+    run(recorder, taken_up, "--all")
+    assert run(recorder, taken_up, "--drift", "0.41.0") == 1
+    from_folder = capsys.readouterr().out
+    wheel = taken_up / "vllm-0.41.0.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in (taken_up / "cuda-0.41.0").rglob("*.py"):
+            archive.write(file, file.relative_to(taken_up / "cuda-0.41.0"))
+    out = ["--out", str(taken_up / "surfaces")]
+    assert recorder.main(["--drift", "0.41.0", "--wheel", str(wheel), *out]) == 1
+    assert from_folder.endswith(capsys.readouterr().out)
+    monkeypatch.setattr(recorder, "download", lambda version, folder: wheel)
+    assert recorder.main(["--drift", "0.41.0", *out]) == 1
+    assert from_folder.endswith(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "required"),
+        (["--drift", "0.41.0"], "no release before 0.41.0 that a host covers is recorded"),
+        (["0.39.0"], "no folder of 0.39.0"),
+        (["--all", "--source", "somewhere"], "not allowed with"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    arguments: list[str], problem: str, recorder: ModuleType, taken_up: Path, capsys: Any
+) -> None:
+    try:
+        status: Any = run(recorder, taken_up, *arguments)
+    except SystemExit as stopped:  # argparse
+        status = stopped.code
+    assert status == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_every_supported_minor_is_recorded_by_all(recorder: ModuleType) -> None:
+    minors = [".".join(release.split(".")[:2]) for release in recorder.SUPPORTED]
+    assert sorted(minors) == sorted(minor for host in hosts.all_hosts() for minor in host.series)

@@ -7,7 +7,11 @@ from typing import Annotated
 import typer
 
 from vllm_eagle_mrv2 import __version__
+from vllm_eagle_mrv2.cli.bench import bench
 from vllm_eagle_mrv2.cli.demo import demo
+from vllm_eagle_mrv2.cli.doctor import doctor
+from vllm_eagle_mrv2.cli.list_options import ListOptionsCommand
+from vllm_eagle_mrv2.cli.rank_vocab import rank_vocab
 
 app = typer.Typer(
     help="EAGLE drafting for vLLM's Model Runner V2.",
@@ -16,6 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(doctor)
+app.command(cls=ListOptionsCommand)(bench)
+app.command()(rank_vocab)
 
 
 def _print_version(wanted: bool) -> None:

@@ -172,7 +172,7 @@ def _print_verdict(report: FamilyReport, console: Console) -> None:
         ("eagle_mrv2 and stock", report.eagle_mrv2, report.stock),
     )
     for names, left, right in comparisons:
-        difference = _first_difference(left, right)
+        difference = first_difference(left.token_ids, right.token_ids)
         console.print(f"tokens of {names}: {difference or 'equal'}", highlight=False)
     if not report.drafted:
         console.print("FAILED: the speculator of eagle_mrv2 did not draft", style="bold red")
@@ -182,9 +182,9 @@ def _print_verdict(report: FamilyReport, console: Console) -> None:
         console.print("PASSED", style="bold green")
 
 
-def _first_difference(left: Measurement, right: Measurement) -> str:
-    """Where two runs part, for a person; empty where they do not."""
-    for number, (ours, theirs) in enumerate(zip(left.token_ids, right.token_ids, strict=True), start=1):
+def first_difference(left: list[list[int]], right: list[list[int]]) -> str:
+    """Where the token ids of two runs part, for a person; empty where they do not."""
+    for number, (ours, theirs) in enumerate(zip(left, right, strict=True), start=1):
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False), start=1)
             place = next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)) + 1)

@@ -1,26 +1,19 @@
-"""One engine of the demo, in its own process: ``python -m vllm_eagle_mrv2.cli.demo_worker EVENTS_FD < job.json``.
-
-Every engine of the demo gets a process of its own, so that none inherits another's memory, graphs or counters.  The
-`Job` comes in on stdin.  What happens goes out on the given file descriptor, one JSON object a line: ``{"tokens": n}``
-while it generates, then ``{"result": Measurement}`` or ``{"error": text}``.  stdout and stderr are vLLM's log.
-"""
+"""One engine of the demo, in its own process (`engine_process`): a `Job` in, a `Measurement` out."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from vllm_eagle_mrv2.cli.demo_types import Job, Measurement
+from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
+from vllm_eagle_mrv2.cli.engine_process import serve
 
 PROMPT_ROOM = 256
 """Tokens that the longest prompt may have, so that the KV cache need not hold the checkpoint's whole context."""
 WARM_UP_TOKENS = 8
-_COUNTERS = "vllm:spec_decode_num_"
 
 
 def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
@@ -47,14 +40,11 @@ def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
     )
     _generate(llm, job.prompts, min(job.max_tokens, WARM_UP_TOKENS), lambda tokens: None)
     on_progress(0)
-    before = _spec_decode_counters(llm)
+    before = read_counters(llm)
     began = time.perf_counter()
     outputs, iterations = _generate(llm, job.prompts, job.max_tokens, on_progress)
     seconds = time.perf_counter() - began
-    counters = {
-        name: [now - then for now, then in zip(values, before.get(name, [0] * len(values)), strict=True)]
-        for name, values in _spec_decode_counters(llm).items()
-    }
+    counted = counted_since(before, llm)
     return Measurement(
         vllm_version=vllm.__version__,
         device=current_platform.device_type,
@@ -63,10 +53,7 @@ def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
         texts=[output.outputs[0].text for output in outputs],
         seconds=seconds,
         iterations=iterations,
-        num_drafts=sum(counters.get("drafts", [])),
-        num_draft_tokens=sum(counters.get("draft_tokens", [])),
-        num_accepted_tokens=sum(counters.get("accepted_tokens", [])),
-        num_accepted_tokens_per_pos=counters.get("accepted_tokens_per_pos", []),
+        **counted,
         **_speculator_classes(llm),
     )
 
@@ -92,15 +79,6 @@ def _generate(
     return [latest[index] for index in range(len(prompts))], iterations
 
 
-def _spec_decode_counters(llm: Any) -> dict[str, list[int]]:
-    """vLLM's counters of speculative decoding, each as a list: one value, or one for each draft position."""
-    return {
-        metric.name.removeprefix(_COUNTERS): list(metric.values) if hasattr(metric, "values") else [metric.value]
-        for metric in llm.get_metrics()
-        if metric.name.startswith(_COUNTERS)
-    }
-
-
 def _speculator_classes(llm: Any) -> dict[str, Any]:
     """Which classes drafted, found in the engine of this process."""
     engine = llm.llm_engine.engine_core.engine_core
@@ -124,28 +102,5 @@ def _class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def one_line(error: BaseException) -> str:
-    """An error as one line; vLLM's validation errors span several and end in a link."""
-    text = str(error).partition("For further information")[0]
-    return " ".join(text.split()) or type(error).__name__
-
-
-def main() -> int:
-    """Run the job on stdin and send its events to the file descriptor in the first argument."""
-    with os.fdopen(int(sys.argv[1]), "w", buffering=1, encoding="utf-8") as events:
-
-        def send(event: dict[str, object]) -> None:
-            events.write(json.dumps(event) + "\n")
-
-        try:
-            measurement = measure(Job.model_validate_json(sys.stdin.read()), lambda tokens: send({"tokens": tokens}))
-        except Exception as error:
-            traceback.print_exc()
-            send({"error": one_line(error)})
-            return 1
-        send({"result": measurement.model_dump()})
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(lambda job, on_tokens: measure(Job.model_validate_json(job), on_tokens)))

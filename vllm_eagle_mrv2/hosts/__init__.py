@@ -9,7 +9,7 @@ import pluggy
 from packaging.version import InvalidVersion, Version
 
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts import v0_26, v0_32
+from vllm_eagle_mrv2.hosts import v0_20, v0_22, v0_23, v0_26, v0_28, v0_29, v0_32
 from vllm_eagle_mrv2.hosts.spec import PROJECT, Host, HostSpec
 from vllm_eagle_mrv2.method import METHOD
 from vllm_eagle_mrv2.surface import Symbol, check_installed
@@ -21,7 +21,7 @@ def all_hosts() -> list[Host]:
     """Every known host: those of other packages first, then ours from the newest to the oldest."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HostSpec)
-    for module in (v0_26, v0_32):
+    for module in (v0_20, v0_22, v0_23, v0_26, v0_28, v0_29, v0_32):
         manager.register(module)
     manager.load_setuptools_entrypoints(ENTRY_POINTS)
     hosts: list[Host] = manager.hook.eagle_mrv2_host()
@@ -35,7 +35,19 @@ def all_required_symbols() -> Iterable[Symbol]:
 
 def supported() -> str:
     """The releases that this package supports, for a person."""
-    return " and ".join(sorted(host.series for host in all_hosts()))
+    *some, last = sorted((series for host in all_hosts() for series in host.series), key=Version)
+    return f"{', '.join(f'{series}.x' for series in some)} and {last}.x" if some else f"{last}.x"
+
+
+def release_version(release: str) -> Version:
+    """The release that a version is a build of: 0.32.0+cpu and 0.32.0.post1 have the surface of 0.32.0.
+
+    What is no version becomes 0, which no host covers.
+    """
+    try:
+        return Version(Version(release).base_version)
+    except InvalidVersion:
+        return Version("0")
 
 
 def host_for(release: str) -> Host:
@@ -44,18 +56,21 @@ def host_for(release: str) -> Host:
     Raises:
         EagleMRV2Error: no host covers the release.
     """
-    try:
-        # A build of a release (0.32.0+cpu, 0.26.0.post1) has the surface of that release.
-        version = Version(Version(release).base_version)
-    except InvalidVersion:
-        version = Version("0")
+    version = release_version(release)
     for host in all_hosts():
-        if host.releases.contains(version):
+        if host.covers(version):
             return host
     raise EagleMRV2Error(
         f"vllm-eagle-mrv2 does not support vLLM {release}: supported are {supported()}; "
         f"install one of these, or use the stock method instead of {METHOD}."
     )
+
+
+def installed_release() -> Version:
+    """The installed vLLM, as `release_version` has it."""
+    import vllm
+
+    return release_version(vllm.__version__)
 
 
 @functools.cache
@@ -68,7 +83,8 @@ def installed_host() -> Host:
     import vllm
 
     host = host_for(vllm.__version__)
-    drift = [finding for finding in check_installed(host.symbols) if finding.status != "found"]
+    needed = host.symbols_of(installed_release())
+    drift = [finding for finding in check_installed(needed) if finding.status != "found"]
     if drift:
         first = drift[0]
         more = f" (and {len(drift) - 1} more)" if len(drift) > 1 else ""

@@ -6,7 +6,11 @@ are attributes of the stock class, and those stand in the hosts' lists of needed
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -15,9 +19,12 @@ from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, PrefillCapture, decode_mode
+from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.hosts.spec import Host
-from vllm_eagle_mrv2.method import request_of
+from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
+from vllm_eagle_mrv2.method import METHOD, request_of
 from vllm_eagle_mrv2.speculator import DraftConfig, DraftHost, DraftLoop, GraphRun
 
 
@@ -27,6 +34,9 @@ class StockHost:
     host: Host
     sample_offset: int
     """What the release's sampler takes as position: the last token's (0), or the one after it (1)."""
+    greedy_is_argmax = True
+    """Whether the release's drafts are an argmax, where no logits are kept."""
+    _trimmed: TrimmedHead | None = None
     prefill_manager_class: type[PrefillCapture]
     decode_manager_class: type[DecodeCapture]
 
@@ -41,6 +51,7 @@ class StockHost:
     attn_groups: Any
     target_input_buffers: Any
     target_attn_groups: Any
+    sampling_states: Any = None  # of the target's sampler
     input_buffers: Any
     temperature: torch.Tensor
     seeds: torch.Tensor
@@ -67,6 +78,9 @@ class StockHost:
             )
         self.request = request
         self.options = request.options
+        # Before vLLM fits it to what the target's attention backends support for the tokens of a verification.
+        self._asked_mode = vllm_config.compilation_config.cudagraph_mode
+        self._target_mode: Any = None  # what it then is
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         stock: Any = self
         self.loop = DraftLoop(
@@ -90,32 +104,158 @@ class StockHost:
                 sample_positions=torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device),
                 draft_tokens=stock.draft_tokens,
                 draft_step=self.current_draft_step,
+                num_rejected=torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device),
+                live_reqs=torch.zeros((), dtype=torch.int32, device=device),
+                top_k=torch.full((self.max_num_reqs,), 2**31 - 1, dtype=torch.int32, device=device),
+                top_p=torch.ones(self.max_num_reqs, dtype=torch.float32, device=device),
             ),
         )
+        self._phase_graphs: set[Any] = set()
+        """Descriptors of the draft prefill graphs that go on with the draft decodes."""
+        self._filters = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
         self._announced = False
+
+    def load_model(self, target_model: Any) -> None:
+        """Load the draft; its head is trimmed where ``draft_vocab`` asks for it."""
+        super().load_model(target_model)  # type: ignore[misc]
+        if self.request.draft_tokens is not None:
+            from vllm_eagle_mrv2.hosts import weight_updates
+
+            self._trimmed = TrimmedHead(self.model, target_model, self.request.draft_tokens, self.device)
+            weight_updates.install()
+
+    def renew_copied_weights(self) -> None:
+        """Called when weights were replaced in place."""
+        if self._trimmed is not None:
+            self._trimmed.renew()
+
+    def _propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        *,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        dp_sync: Any = None,
+        num_draft_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Draft for a batch of the runner's, given what a release's ``propose`` is given; [num_reqs, K] int64."""
+        if num_draft_tokens is None:
+            num_draft_tokens = self.num_speculative_steps
+        # Profiling comes before there are sampling states.
+        filters = self.sampling_states if self._filters else None
+        return self.loop.propose(
+            DraftBatch(
+                num_reqs=input_batch.num_reqs,
+                num_tokens=input_batch.num_tokens,
+                num_tokens_padded=input_batch.num_tokens_after_padding,
+                num_draft_tokens=num_draft_tokens,
+                input_ids=input_batch.input_ids,
+                positions=input_batch.positions,
+                query_start_loc=input_batch.query_start_loc,
+                seq_lens=input_batch.seq_lens,
+                seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
+                idx_mapping=input_batch.idx_mapping,
+                hidden_states=self._draft_hidden_states(last_hidden_states, aux_hidden_states),
+                num_sampled=num_sampled,
+                num_rejected=num_rejected,
+                last_sampled=last_sampled,
+                next_prefill_tokens=next_prefill_tokens,
+                temperature=temperature,
+                seeds=seeds,
+                top_k=None if filters is None else filters.top_k.gpu,
+                top_p=None if filters is None else filters.top_p.gpu,
+                attn_metadata=attn_metadata,
+                slot_mappings=slot_mappings,
+                mm_inputs=mm_inputs,
+                dp_sync=dp_sync,
+                source=input_batch,
+                dummy_run=dummy_run,
+                skip_attn=dummy_run and skip_attn_for_dummy_run,
+                eager=is_profile,
+            )
+        )
 
     # Graphs
 
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """Make the draft's metadata builders; vLLM may call this again."""
+        compilation = self.vllm_config.compilation_config
+        fitted = compilation.cudagraph_mode
+        if self.options.enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT):
+            # Builders of some backends prepare for graphs by this.
+            compilation.cudagraph_mode = self._asked_mode
+        try:
+            super().set_attn(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            compilation.cudagraph_mode = fitted
+        if self._filters:
+            self._filter_draft_logits()
+        self._make_graph_managers()
+
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Make the graph managers, given the target's mode; vLLM may call this again after dropping them."""
-        draft_decode_mode = decode_mode(
-            cudagraph_mode, full_decode_only=self.options.enabled(Behaviour.FULL_DECODE_ONLY)
-        )
+        """Take the target's graph mode; vLLM may call this again after dropping the managers."""
+        self._target_mode = cudagraph_mode
+        self._make_graph_managers()
+
+    def _make_graph_managers(self) -> None:
+        # The releases differ in which comes first, the target's mode or the draft's builders.
+        if self._target_mode is None or getattr(self, "attn_groups", None) is None:
+            return
+        enabled = self.options.enabled
+        cudagraph_mode = decodes_by = self._target_mode
+        if self.request.enforce_eager and enabled(Behaviour.DRAFT_ENFORCE_EAGER):
+            cudagraph_mode = decodes_by = type(cudagraph_mode).NONE
+        elif enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT) and self._single_token_graphs():
+            decodes_by = self._asked_mode or decodes_by
+        draft_decode_mode = decode_mode(decodes_by, full_decode_only=enabled(Behaviour.FULL_DECODE_ONLY))
         manager: Any = self.prefill_manager_class
         self.prefill_cudagraph_manager = manager(
             self.vllm_config, self.device, cudagraph_mode, self.num_speculative_steps + 1
         )
         manager = self.decode_manager_class
-        self.decode_cudagraph_manager = manager(self.vllm_config, self.device, draft_decode_mode, decode_query_len=1)
+        with self._decode_capture_sizes():
+            self.decode_cudagraph_manager = manager(
+                self.vllm_config, self.device, draft_decode_mode, decode_query_len=1
+            )
+        if (cudagraph_mode or draft_decode_mode) and not enabled(Behaviour.SHARED_GRAPH_POOL):
+            # As stock had it below 0.23: one pool for the draft's graphs, which never run at the same time.
+            pool = torch.cuda.graph_pool_handle()
+            self.prefill_cudagraph_manager.pool = self.decode_cudagraph_manager.pool = pool
         if not self._announced:
             self._announced = True
             self._announce(cudagraph_mode, draft_decode_mode)
+
+    def _single_token_graphs(self) -> bool:
+        """Whether every attention backend of the draft supports graphs of one token a request."""
+        return all(
+            group.get_metadata_builder(0).get_cudagraph_support(self.vllm_config, group.kv_cache_spec).value > 0
+            for group in chain.from_iterable(self.attn_groups)
+        )
+
+    def _decode_capture_sizes(self) -> AbstractContextManager[None]:
+        """In force while the manager of draft decodes takes its capture sizes from the configuration."""
+        return nullcontext()
 
     def _announce(self, prefill_mode: Any, draft_decode_mode: Any) -> None:
         import vllm
         from vllm.logger import init_logger
 
-        supplied = sorted(behaviour.value for behaviour in Behaviour if behaviour not in self.host.stock)
+        from vllm_eagle_mrv2.hosts import installed_release
+
+        release = installed_release()
+        supplied = [b.value for b in Behaviour if self.host.supplier(b, release) == METHOD and self.options.enabled(b)]
         disabled = sorted(behaviour.value for behaviour in self.options.disable)
         logits = "none, greedy"
         if self.draft_logits is not None:
@@ -123,7 +263,7 @@ class StockHost:
             logits = f"{str(self.draft_logits.dtype).removeprefix('torch.')}, {size:.1f} MiB"
         init_logger("vllm.eagle_mrv2").info(
             "eagle_mrv2 %s drafts on vLLM %s: host %s, family %s, K=%d, draft prefill graphs %s, "
-            "draft decode graphs %s, draft logits %s, supplied beyond this release: %s%s",
+            "draft decode graphs %s, draft logits %s, %ssupplied beyond this release: %s%s",
             __version__,
             vllm.__version__,
             self.host.name,
@@ -132,7 +272,8 @@ class StockHost:
             prefill_mode.name,
             draft_decode_mode.name,
             logits,
-            ", ".join(supplied) or "nothing",
+            f"draft vocabulary {self._trimmed.size} of {self._trimmed.vocab_size}, " if self._trimmed else "",
+            ", ".join(sorted(supplied)) or "nothing",
             f", disabled: {', '.join(disabled)}" if disabled else "",
         )
 
@@ -145,12 +286,14 @@ class StockHost:
         # At run time the draft prefill reads what the target's builders wrote, so its graphs are captured on that.
         buffers = self.target_input_buffers if reuse_target else self.input_buffers
         groups = self.target_attn_groups if reuse_target else self.attn_groups
+        self._phase_graphs.clear()
         stock: Any = self
         stock.on_prefill_begin(self.max_num_reqs)
         prefill.capture_fresh(
-            self.loop.prefill,
+            self.loop.phase,
             lambda descriptor: self._dummy_inputs(prefill, descriptor, buffers, groups, step=0),
             "Capturing draft prefill CUDA graphs",
+            lambda descriptor: {"decodes": self._decodes_in_graph_of(descriptor)},
         )
         stock.on_prefill_end(self.max_num_reqs)
         if self.num_speculative_steps == 1:
@@ -161,6 +304,25 @@ class StockHost:
             lambda descriptor: self._dummy_inputs(decode, descriptor, self.input_buffers, self.attn_groups, step=1),
         )
         stock.on_multi_step_decode_end(self.max_num_reqs)
+
+    def _decodes_in_graph_of(self, descriptor: Any) -> CapturedAttentionState | None:
+        """Dummy inputs of the draft decodes that a draft prefill graph goes on with; None where it does not."""
+        enabled = self.options.enabled
+        if not (
+            self.decodes_follow_prefill
+            and enabled(Behaviour.ONE_DRAFT_GRAPH)
+            # Prefill metadata of the draft's own builders would lie in the buffers that the decodes refresh.
+            and enabled(Behaviour.TARGET_METADATA_REUSE)
+            and descriptor.cg_mode.name == "FULL"
+            and descriptor.uniform_token_count == self.num_speculative_steps + 1
+            and self.num_speculative_steps > 1
+        ):
+            return None
+        self._phase_graphs.add(descriptor)
+        of_decodes = dataclasses.replace(descriptor, num_tokens=descriptor.num_reqs, uniform_token_count=1)
+        return self._dummy_inputs(
+            self.decode_cudagraph_manager, of_decodes, self.input_buffers, self.attn_groups, step=1
+        )
 
     def _capture_decodes(self, manager: Any, make_inputs: Callable[[Any], CapturedAttentionState]) -> None:
         manager.capture_fresh(
@@ -194,8 +356,21 @@ class StockHost:
 
     @property
     def refreshes_in_graph(self) -> bool:
-        """No release before 0.28 has a refresh that a graph can hold."""
+        """Some attention backend of the draft must have its metadata built by the host."""
         return False
+
+    @property
+    def decodes_follow_prefill(self) -> bool:
+        """Whether nothing is left to the host between a draft prefill and the end of the draft decodes."""
+        # Ranks agree on the graphs of the two one by one; a balancer of experts is told of every forward pass.
+        balanced = self.vllm_config.parallel_config.enable_eplb
+        return self.refreshes_in_graph and self.dp_size == 1 and not balanced
+
+    def holds_draft_phase(self, run: GraphRun) -> bool:
+        return run.full and run.descriptor in self._phase_graphs
+
+    def decodes_fused(self, run: GraphRun) -> bool:
+        return self.refreshes_in_graph
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
         return batch.num_tokens, batch.num_tokens_padded
@@ -220,6 +395,8 @@ class StockHost:
     def sample(
         self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
     ) -> torch.Tensor:
+        if self.draft_logits is None and self._head is not None:
+            return self._head.greedy(hidden_states)
         stock: Any = self
         sampled: torch.Tensor = stock.sample_draft(
             hidden_states,
@@ -231,6 +408,28 @@ class StockHost:
             self.draft_logits if keep_logits else None,
         )
         return sampled
+
+    @functools.cached_property
+    def _head(self) -> DraftHead | None:
+        """What drafts greedily; None where the release's own sampler does, or something else reads the logits too."""
+        estimator = getattr(self, "acceptance_estimator", None)  # of adaptive verification, from 0.30 on
+        ours = self.greedy_is_argmax and self.options.enabled(Behaviour.TWO_STAGE_ARGMAX)
+        return DraftHead(self.model, self._trimmed) if ours and estimator is None else None
+
+    def _filter_draft_logits(self) -> None:
+        """Let the draft's logits pass the requests' top-k and top-p, whichever sampler takes them."""
+        draft: Any = self.model
+        if "compute_logits" in vars(draft):
+            return
+        compute_logits, buffers = draft.compute_logits, self.loop.buffers
+
+        def filtered(*args: Any, **kwargs: Any) -> torch.Tensor:
+            logits: torch.Tensor = compute_logits(*args, **kwargs)
+            rows = buffers.idx_mapping[: logits.shape[0]]
+            filter_logits(logits, rows, buffers.temperature, buffers.top_k, buffers.top_p)
+            return logits
+
+        draft.compute_logits = filtered
 
     def replay_prefill(self, run: GraphRun) -> None:
         self.prefill_cudagraph_manager.run_fullgraph(run.descriptor)

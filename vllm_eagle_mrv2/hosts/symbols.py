@@ -1,10 +1,54 @@
-"""Symbols of vLLM's private modules that every host relies on."""
+"""Symbols of vLLM's private modules that several hosts rely on."""
 
 from vllm_eagle_mrv2.surface import Symbol
 
 GPU = "vllm.v1.worker.gpu"
-_SPECULATOR = f"{GPU}.spec_decode.speculator"
-_STOCK_ATTRIBUTES = (
+SPECULATOR = f"{GPU}.spec_decode.speculator"
+
+PROPOSE = (
+    "input_batch",
+    "attn_metadata",
+    "slot_mappings",
+    "last_hidden_states",
+    "aux_hidden_states",
+    "num_sampled",
+    "num_rejected",
+    "last_sampled",
+    "next_prefill_tokens",
+    "temperature",
+    "seeds",
+    "num_tokens_across_dp",
+    "dummy_run",
+    "skip_attn_for_dummy_run",
+    "mm_inputs",
+    "is_profile",
+)
+"""Parameters of ``propose`` in 0.20 to 0.28."""
+
+RUN_MODEL = (
+    "num_tokens",
+    "attn_metadata",
+    "slot_mappings",
+    "num_tokens_across_dp",
+    "cudagraph_runtime_mode",
+    "mm_inputs",
+)
+
+_INPUT_BATCH = (
+    "num_reqs",
+    "num_tokens",
+    "num_tokens_after_padding",
+    "num_scheduled_tokens",
+    "input_ids",
+    "positions",
+    "query_start_loc",
+    "query_start_loc_np",
+    "seq_lens",
+    "seq_lens_cpu_upper_bound",
+    "idx_mapping",
+)
+
+STOCK_ATTRIBUTES = (
     "vllm_config",
     "device",
     "method",
@@ -15,34 +59,90 @@ _STOCK_ATTRIBUTES = (
     "seeds",
     "draft_tokens",
     "draft_logits",
-    "draft_max_seq_len",
     "draft_attn_layer_names",
     "attn_groups",
     "block_tables",
     "model_state",
     "kv_cache_config",
-    "target_input_buffers",
-    "target_attn_groups",
     "dp_size",
     "dp_rank",
     "max_model_len",
     "max_num_reqs",
     "num_speculative_steps",
 )
+"""Attributes of every release's speculator, whichever class has them."""
 
-COMMON: tuple[Symbol, ...] = (
+_LAYERS = "vllm.model_executor.layers"
+_VOCAB = f"{_LAYERS}.vocab_parallel_embedding"
+_HEAD = ("lm_head", "hidden_states", "embedding_bias")
+DRAFT_VOCAB: tuple[Symbol, ...] = (
+    Symbol("vllm.config.model", "ModelConfig.get_vocab_size", ()),
     Symbol(
-        _SPECULATOR,
-        "DraftModelSpeculator.set_attn",
-        ("model_state", "kv_cache_config", "block_tables", "target_input_buffers", "target_attn_groups"),
-        why="gives the target's builders and buffers",
+        f"{_LAYERS}.logits_processor",
+        "LogitsProcessor.forward",
+        _HEAD,
+        why="replaced on the draft's instance, called for EAGLE-3",
     ),
-    *(Symbol(_SPECULATOR, f"DraftModelSpeculator.{name}", why="read or replaced by us") for name in _STOCK_ATTRIBUTES),
-    Symbol(_SPECULATOR, "DraftModelSpeculator._prepare_eplb_forward", ("num_unpadded_tokens",)),
+    Symbol(f"{_LAYERS}.logits_processor", "LogitsProcessor.get_top_tokens", _HEAD, why="replaced there too"),
+    Symbol(f"{_LAYERS}.logits_processor", "LogitsProcessor.org_vocab_size"),
+    Symbol(_VOCAB, "ParallelLMHead.__init__", ("num_embeddings", "embedding_dim", "params_dtype", "prefix")),
+    Symbol(_VOCAB, "ParallelLMHead.weight_loader", ("param", "loaded_weight")),
+    Symbol(_VOCAB, "ParallelLMHead.shard_indices"),
+    Symbol(_VOCAB, "ParallelLMHead.tp_size"),
+    Symbol(_VOCAB, "VocabParallelEmbeddingShardIndices.org_vocab_start_index"),
+    Symbol(_VOCAB, "VocabParallelEmbeddingShardIndices.org_vocab_end_index"),
+    Symbol(_VOCAB, "UnquantizedEmbeddingMethod.process_weights_after_loading", ("layer",)),
+    Symbol(f"{_LAYERS}.linear", "UnquantizedLinearMethod"),
+    Symbol("vllm.distributed.communication_op", "tensor_model_parallel_all_reduce", ("input_",)),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker.reload_weights", why="wrapped to copy rows again"),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker.update_weights", why="wrapped there", releases="<0.21"),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", why="wrapped there", releases=">=0.22"),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker.model_runner"),
+)
+"""What a trimmed draft vocabulary takes (draft_vocab.py)."""
+
+EVERYWHERE: tuple[Symbol, ...] = (
+    *DRAFT_VOCAB,
+    *(
+        Symbol("vllm.engine.arg_utils", f"EngineArgs.{name}", why="wrapped to accept the method")
+        for name in ("create_engine_config", "create_speculative_config", "add_cli_args")
+    ),
+    Symbol(
+        "vllm.config.vllm",
+        "VllmConfig.use_v2_model_runner",
+        why="wrapped to select Model Runner V2",
+        releases=">=0.22",
+    ),
+    Symbol(f"{GPU}.model_runner", "init_speculator", why="wrapped to make our speculator"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.capture_model", why="wrapped for a draft whose target has no graphs"),
+    Symbol(
+        f"{GPU}.model_runner",
+        "GPUModelRunner.initialize_kv_cache",
+        ("kv_cache_config",),
+        why="wrapped to hand over what vLLM does not",
+    ),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.sampler"),
+    Symbol(f"{GPU}.sample.sampler", "Sampler.sampling_states"),
+    *(Symbol(f"{GPU}.sample.states", f"SamplingStates.{name}") for name in ("top_k", "top_p")),
+    Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.needs_capture", ()),
+    Symbol(f"{GPU}.cudagraph_utils", "BatchExecutionDescriptor.uniform_token_count"),
+    Symbol(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.get_cudagraph_support",
+        ("vllm_config", "kv_cache_spec"),
+        why="says whether draft decodes can have graphs",
+    ),
+    Symbol("vllm.v1.worker.utils", "AttentionGroup.get_metadata_builder", ("ubatch_id",)),
+    Symbol("vllm.v1.worker.utils", "AttentionGroup.kv_cache_spec"),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.capture", ("create_forward_fn", "progress_bar_desc")),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.run_fullgraph", ("desc",)),
-    Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.init_breakable_cg_runner", ("model",)),
+    Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.pool"),
     Symbol(f"{GPU}.cudagraph_utils", "BatchExecutionDescriptor", ("cg_mode", "num_tokens", "num_reqs")),
+    Symbol(
+        f"{GPU}.cudagraph_utils",
+        "CudaGraphManager.__init__",
+        ("vllm_config", "device", "cudagraph_mode", "decode_query_len"),
+    ),
     Symbol(
         f"{GPU}.attn_utils",
         "build_attn_metadata",
@@ -68,6 +168,98 @@ COMMON: tuple[Symbol, ...] = (
         ("idx_mapping", "query_start_loc", "positions", "num_tokens_padded"),
     ),
     Symbol(f"{GPU}.block_table", "BlockTables.get_dummy_slot_mappings", ("num_tokens",)),
-    Symbol(f"{GPU}.input_batch", "InputBatch.seq_lens_cpu_upper_bound"),
+    Symbol(f"{GPU}.block_table", "BlockTables.input_block_tables"),
+    Symbol(f"{GPU}.block_table", "BlockTables.slot_mappings"),
+    *(Symbol(f"{GPU}.input_batch", f"InputBatch.{name}") for name in _INPUT_BATCH),
     Symbol("vllm.config.compilation", "CUDAGraphMode.decode_mode"),
+)
+
+# From 0.23 on: a base class for speculators with a draft model.
+DRAFT_MODEL: tuple[Symbol, ...] = (
+    *EVERYWHERE,
+    *(Symbol(SPECULATOR, f"DraftModelSpeculator.{name}", why="read or replaced by us") for name in STOCK_ATTRIBUTES),
+    Symbol(SPECULATOR, "DraftModelSpeculator.draft_max_seq_len"),
+    Symbol(SPECULATOR, "DraftModelSpeculator.load_model", ("target_model",)),
+    Symbol(SPECULATOR, "DraftModelSpeculator._prepare_eplb_forward", ("num_unpadded_tokens",), releases=">=0.25"),
+    Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.init_breakable_cg_runner", ("model",)),
+    Symbol(f"{GPU}.spec_decode.eagle.speculator", "EagleSpeculator"),
+    Symbol(f"{GPU}.spec_decode.mtp.speculator", "MTPSpeculator"),
+)
+
+# From 0.26 on: the target's builders and buffers are handed to the speculator.
+COMMON: tuple[Symbol, ...] = (
+    *DRAFT_MODEL,
+    Symbol(
+        SPECULATOR,
+        "DraftModelSpeculator.set_attn",
+        ("model_state", "kv_cache_config", "block_tables", "target_input_buffers", "target_attn_groups"),
+        why="gives the target's builders and buffers",
+    ),
+    Symbol(SPECULATOR, "DraftModelSpeculator.target_input_buffers"),
+    Symbol(SPECULATOR, "DraftModelSpeculator.target_attn_groups"),
+)
+
+DISPATCH = ("cudagraph_manager", "num_reqs", "num_tokens", "uniform_token_count", "dp_size", "dp_rank", "need_eager")
+CAPTURE_INPUTS = (
+    "num_reqs",
+    "num_tokens",
+    "model_state",
+    "input_buffers",
+    "block_tables",
+    "attn_groups",
+    "kv_cache_config",
+)
+
+# Below 0.28: metadata built by the host between steps (hosts/per_step.py).
+PER_STEP: tuple[Symbol, ...] = (
+    Symbol(f"{GPU}.spec_decode", "init_speculator", ("vllm_config", "device")),
+    Symbol(f"{GPU}.cudagraph_utils", "prepare_inputs_to_capture", CAPTURE_INPUTS, releases="<0.21"),
+    Symbol(
+        f"{GPU}.cudagraph_utils", "prepare_inputs_to_capture", (*CAPTURE_INPUTS, "skip_attn"), releases=">=0.22,<0.27"
+    ),
+    Symbol(
+        f"{GPU}.cudagraph_utils", "prepare_inputs_to_capture", (*CAPTURE_INPUTS, "full_cudagraph"), releases=">=0.27"
+    ),
+    Symbol(f"{GPU}.cudagraph_utils", "get_uniform_token_count", ("num_reqs", "num_tokens", "max_query_len")),
+    Symbol(
+        f"{GPU}.dp_utils",
+        "dispatch_cg_and_sync_dp",
+        DISPATCH,
+    ),
+    Symbol(
+        "vllm.v1.spec_decode.dynamic.utils",
+        "build_dynamic_sd_schedule_lookup",
+        ("num_speculative_tokens_per_batch_size", "vllm_max_batch_size", "vllm_num_speculative_tokens"),
+        why="dynamic numbers of draft tokens",
+        releases=">=0.25",
+    ),
+    Symbol(
+        f"{GPU}.spec_decode.utils",
+        "DraftTokensHandler.set_draft_tokens",
+        ("input_batch", "draft_tokens"),
+        why="wrapped to report what was drafted",
+        releases=">=0.25",
+    ),
+    Symbol(f"{GPU}.block_table", "BlockTables.cp_size"),
+)
+
+# Below 0.26: the target's builders and buffers are taken from the runner (hosts/runner_seams.py).
+TARGET_INPUTS: tuple[Symbol, ...] = (
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.speculator"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.input_buffers"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.attn_groups"),
+)
+
+# Below 0.23: one class for all families (hosts/monolith.py).
+_EAGLE = f"{GPU}.spec_decode.eagle.speculator"
+MONOLITH: tuple[Symbol, ...] = (
+    *EVERYWHERE,
+    *PER_STEP,
+    *TARGET_INPUTS,
+    *(Symbol(_EAGLE, f"EagleSpeculator.{name}", why="read or replaced by us") for name in STOCK_ATTRIBUTES),
+    Symbol(_EAGLE, "EagleSpeculator.propose", PROPOSE),
+    Symbol(_EAGLE, "EagleSpeculator.load_model", ("target_model",)),
+    Symbol(_EAGLE, "EagleSpeculator.run_model", RUN_MODEL),
+    Symbol(_EAGLE, "EagleSpeculator.set_attn", ("model_state", "kv_cache_config", "block_tables")),
+    Symbol(_EAGLE, "EagleSpeculator.init_cudagraph_manager", ("cudagraph_mode",)),
 )

@@ -12,32 +12,35 @@ _BLOCK = 1024
 
 
 # Batch sizes vary: a variant per value (1, multiples of 16) would be compiled in the middle of serving.
-@triton.jit(do_not_specialize=["num_reqs", "max_num_reqs", "max_model_len"])
+@triton.jit(do_not_specialize=["num_rows", "max_num_reqs", "max_model_len"])
 def _decode_inputs_kernel(
     draft_tokens_ptr,
     draft_tokens_stride,
-    target_seq_lens_ptr,
     num_rejected_ptr,
+    live_reqs_ptr,
     input_ids_ptr,
     positions_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     sample_positions_ptr,
     draft_step_ptr,
-    num_reqs,
+    num_rows,
     max_num_reqs,
     max_model_len,
     SAMPLE_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if row == num_reqs:
+    live = tl.minimum(tl.load(live_reqs_ptr), num_rows)
+    if row == num_rows:
         for start in range(0, max_num_reqs + 1, BLOCK):
             each = start + tl.arange(0, BLOCK)
-            tl.store(query_start_loc_ptr + each, tl.minimum(each, num_reqs), mask=each < max_num_reqs + 1)
-            padded = (each >= num_reqs) & (each < max_num_reqs)
+            tl.store(query_start_loc_ptr + each, tl.minimum(each, live), mask=each < max_num_reqs + 1)
+            padded = (each >= live) & (each < max_num_reqs)
             tl.store(seq_lens_ptr + each, 0, mask=padded)
         tl.store(draft_step_ptr, 1)
+        return
+    if row >= live:
         return
 
     tl.store(input_ids_ptr + row, tl.load(draft_tokens_ptr + row * draft_tokens_stride).to(tl.int32))
@@ -46,44 +49,36 @@ def _decode_inputs_kernel(
     # Drafts past max_model_len are never accepted; the clamp keeps their memory accesses inside the block table.
     position = tl.minimum(sample_position - SAMPLE_OFFSET + 1, max_model_len - 1)
     tl.store(positions_ptr + row, position)
-    seq_len = tl.load(target_seq_lens_ptr + row) - tl.load(num_rejected_ptr + row) + 1
+    seq_len = tl.load(seq_lens_ptr + row) - tl.load(num_rejected_ptr + row) + 1
     tl.store(seq_lens_ptr + row, tl.minimum(seq_len, max_model_len))
 
 
-def prepare_decode_inputs(
-    buffers: DraftBuffers,
-    target_seq_lens: torch.Tensor,
-    num_rejected: torch.Tensor,
-    num_reqs: int,
-    max_model_len: int,
-    *,
-    sample_offset: int = 0,
-) -> None:
+def prepare_decode_inputs(buffers: DraftBuffers, num_rows: int, max_model_len: int, *, sample_offset: int = 0) -> None:
     """Turn the state after a draft prefill into the input of the first draft decode.
 
     Row ``i`` holds one token: the first draft, at the position after the request's last accepted token.  Beyond the
-    live requests ``query_start_loc`` repeats ``num_reqs`` and ``seq_lens`` is 0.  ``draft_step`` becomes 1.
+    live requests ``query_start_loc`` repeats their number and ``seq_lens`` is 0.  ``draft_step`` becomes 1.  How many
+    are live is read on the device, so that a graph can hold this for batches of any size up to its own.
 
     Args:
-        buffers: the draft's buffers, read and written.
-        target_seq_lens: [num_reqs] int32, lengths that the target's batch ran with, rejected tokens included.
-        num_rejected: [num_reqs] int32.
-        num_reqs: live requests.
+        buffers: the draft's buffers as `prepare_prefill_inputs` left them, with the first draft tokens; read and
+            written.
+        num_rows: rows to make; requests beyond them count as padding.
         max_model_len: positions and lengths are clamped to it.
         sample_offset: as for `prepare_prefill_inputs`.
     """
-    _decode_inputs_kernel[(num_reqs + 1,)](
+    _decode_inputs_kernel[(num_rows + 1,)](
         buffers.draft_tokens,
         buffers.draft_tokens.stride(0),
-        target_seq_lens,
-        num_rejected,
+        buffers.num_rejected,
+        buffers.live_reqs,
         buffers.input_ids,
         buffers.positions,
         buffers.query_start_loc,
         buffers.seq_lens,
         buffers.sample_positions,
         buffers.draft_step,
-        num_reqs,
+        num_rows,
         buffers.max_num_reqs,
         max_model_len,
         SAMPLE_OFFSET=sample_offset,
@@ -92,22 +87,17 @@ def prepare_decode_inputs(
 
 
 def prepare_decode_inputs_reference(
-    buffers: DraftBuffers,
-    target_seq_lens: torch.Tensor,
-    num_rejected: torch.Tensor,
-    num_reqs: int,
-    max_model_len: int,
-    *,
-    sample_offset: int = 0,
+    buffers: DraftBuffers, num_rows: int, max_model_len: int, *, sample_offset: int = 0
 ) -> None:
     """`prepare_decode_inputs` in plain torch."""
-    last_positions = buffers.sample_positions[:num_reqs] - sample_offset
-    buffers.input_ids[:num_reqs] = buffers.draft_tokens[:num_reqs, 0].to(torch.int32)
-    buffers.positions[:num_reqs] = (last_positions + 1).clamp(max=max_model_len - 1)
-    buffers.sample_positions[:num_reqs] += 1
-    lengths = target_seq_lens[:num_reqs] - num_rejected[:num_reqs] + 1
-    buffers.seq_lens[:num_reqs] = lengths.clamp(max=max_model_len)
-    buffers.seq_lens[num_reqs:] = 0
+    live = min(int(buffers.live_reqs), num_rows)
+    last_positions = buffers.sample_positions[:live] - sample_offset
+    buffers.input_ids[:live] = buffers.draft_tokens[:live, 0].to(torch.int32)
+    buffers.positions[:live] = (last_positions + 1).clamp(max=max_model_len - 1)
+    buffers.sample_positions[:live] += 1
+    lengths = buffers.seq_lens[:live] - buffers.num_rejected[:live] + 1
+    buffers.seq_lens[:live] = lengths.clamp(max=max_model_len)
+    buffers.seq_lens[live:] = 0
     steps = torch.arange(buffers.max_num_reqs + 1, device=buffers.query_start_loc.device)
-    buffers.query_start_loc.copy_(steps.clamp(max=num_reqs))
+    buffers.query_start_loc.copy_(steps.clamp(max=live))
     buffers.draft_step.fill_(1)

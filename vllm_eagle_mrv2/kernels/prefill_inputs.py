@@ -25,6 +25,8 @@ def _prefill_inputs_kernel(
     next_prefill_tokens_ptr,
     temperature_ptr,
     seeds_ptr,
+    top_k_ptr,
+    top_p_ptr,
     # draft's buffers
     input_ids_ptr,
     positions_ptr,
@@ -33,14 +35,20 @@ def _prefill_inputs_kernel(
     idx_mapping_ptr,
     draft_temperature_ptr,
     draft_seeds_ptr,
+    draft_top_k_ptr,
+    draft_top_p_ptr,
     last_token_indices_ptr,
     sample_positions_ptr,
     draft_step_ptr,
+    draft_num_rejected_ptr,
+    live_reqs_ptr,
     num_reqs,
     max_num_reqs,
     dummy_run,
     SAMPLE_OFFSET: tl.constexpr,
     PAD: tl.constexpr,
+    PAD_MAPPING: tl.constexpr,
+    FILTERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -56,12 +64,16 @@ def _prefill_inputs_kernel(
             if PAD:
                 tl.store(last_token_indices_ptr + padded, 0, mask=inside)
             tl.store(sample_positions_ptr + padded, 0, mask=inside)
-            tl.store(idx_mapping_ptr + padded, -1, mask=inside)
+            if PAD_MAPPING:
+                tl.store(idx_mapping_ptr + padded, -1, mask=inside)
         tl.store(draft_step_ptr, 0)
+        tl.store(live_reqs_ptr, num_reqs)
         return
 
     start = tl.load(target_query_start_loc_ptr + row)
-    length = tl.load(target_query_start_loc_ptr + row + 1) - start - tl.load(num_rejected_ptr + row)
+    num_rejected = tl.load(num_rejected_ptr + row)
+    tl.store(draft_num_rejected_ptr + row, num_rejected)
+    length = tl.load(target_query_start_loc_ptr + row + 1) - start - num_rejected
     state = tl.load(target_idx_mapping_ptr + row).to(tl.int64)
     tl.store(query_start_loc_ptr + row, start)
     tl.store(seq_lens_ptr + row, tl.load(target_seq_lens_ptr + row))
@@ -89,10 +101,18 @@ def _prefill_inputs_kernel(
         tl.store(idx_mapping_ptr + row, state)
         tl.store(draft_temperature_ptr + state, tl.load(temperature_ptr + state))
         tl.store(draft_seeds_ptr + state, tl.load(seeds_ptr + state))
+        if FILTERS:
+            tl.store(draft_top_k_ptr + state, tl.load(top_k_ptr + state))
+            tl.store(draft_top_p_ptr + state, tl.load(top_p_ptr + state))
 
 
 def prepare_prefill_inputs(
-    buffers: DraftBuffers, batch: DraftBatch, *, sample_offset: int = 0, pad_last_token_indices: bool = True
+    buffers: DraftBuffers,
+    batch: DraftBatch,
+    *,
+    sample_offset: int = 0,
+    pad_last_token_indices: bool = True,
+    pad_idx_mapping: bool = True,
 ) -> None:
     """Fill the draft's buffers for the draft prefill of a batch.
 
@@ -100,13 +120,15 @@ def prepare_prefill_inputs(
     batch with tokens ``t[0..n)`` of which the last ``num_rejected[i]`` were rejected gets ``t[1..n')`` and then the
     token that follows.  Rejected places keep what they held, no live row reads them.  Beyond the live requests
     ``query_start_loc`` repeats its last value, ``seq_lens`` and ``last_token_indices`` are 0 (#39773) and
-    ``idx_mapping`` is -1, so that a padded row of a replayed graph touches no request.
+    ``idx_mapping`` is -1, so that a padded row of a replayed graph touches no request.  What the draft decodes need of
+    the batch is kept too (``num_rejected``, ``live_reqs``), as a graph that holds them cannot be told.
 
     Args:
         buffers: the draft's buffers, written.
         batch: the target's batch, read.
         sample_offset: what this release's sampler adds to a position to key its random numbers (0 or 1).
         pad_last_token_indices: off only where ``full_decode_only`` is disabled.
+        pad_idx_mapping: off only where ``padding_without_logits`` is disabled.
     """
     _prefill_inputs_kernel[(batch.num_reqs + 1,)](
         batch.input_ids,
@@ -120,6 +142,8 @@ def prepare_prefill_inputs(
         batch.next_prefill_tokens,
         batch.temperature,
         batch.seeds,
+        batch.top_k,
+        batch.top_p,
         buffers.input_ids,
         buffers.positions,
         buffers.query_start_loc,
@@ -127,14 +151,20 @@ def prepare_prefill_inputs(
         buffers.idx_mapping,
         buffers.temperature,
         buffers.seeds,
+        buffers.top_k,
+        buffers.top_p,
         buffers.last_token_indices,
         buffers.sample_positions,
         buffers.draft_step,
+        buffers.num_rejected,
+        buffers.live_reqs,
         batch.num_reqs,
         buffers.max_num_reqs,
         int(batch.dummy_run),
         SAMPLE_OFFSET=sample_offset,
         PAD=pad_last_token_indices,
+        PAD_MAPPING=pad_idx_mapping,
+        FILTERS=batch.top_k is not None,
         BLOCK=_BLOCK,
     )
 
@@ -153,10 +183,13 @@ def prepare_prefill_inputs_reference(buffers: DraftBuffers, batch: DraftBatch, *
         buffers.positions[start:end] = batch.positions[start:end]
         buffers.last_token_indices[row] = end - 1
         buffers.sample_positions[row] = batch.positions[end - 1] + sample_offset
+        buffers.num_rejected[row] = batch.num_rejected[row]
         buffers.idx_mapping[row] = -1 if batch.dummy_run else state
         if not batch.dummy_run:
             buffers.temperature[state] = batch.temperature[state]
             buffers.seeds[state] = batch.seeds[state]
+            if batch.top_k is not None and batch.top_p is not None:
+                buffers.top_k[state], buffers.top_p[state] = batch.top_k[state], batch.top_p[state]
     buffers.query_start_loc[: live + 1] = batch.query_start_loc[: live + 1]
     buffers.query_start_loc[live:] = batch.query_start_loc[live]
     buffers.seq_lens[:live] = batch.seq_lens[:live]
@@ -165,3 +198,4 @@ def prepare_prefill_inputs_reference(buffers: DraftBuffers, batch: DraftBatch, *
     buffers.sample_positions[live:] = 0
     buffers.idx_mapping[live:] = -1
     buffers.draft_step.fill_(0)
+    buffers.live_reqs.fill_(live)

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""``vllm-eagle-mrv2 bench --shape`` for several releases on one GPU, as JSON lines for ci/gpu_result.py.
+
+    python3 ci/ab_time.py --shape 1b --steps 3 --batch 1 --rounds 15
+
+Prints one JSON object a batch size: median milliseconds per iteration (verify and draft) of stock's method and of ours,
+and the median of the ratios stock / eagle_mrv2 of neighbouring rounds with its quartiles.  A row whose ratio the bench
+refuses is not printed, and the exit status is 1.
+
+Starting engines takes longer than measuring them.  Several comparisons (releases) can start together and then take
+turns: ``--together N FOLDER`` waits until N of them are up, and measures one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_eagle_mrv2.cli.bench_engines import Comparison, shape_subject
+from vllm_eagle_mrv2.cli.bench_types import Row
+from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.shapes import Shape
+
+
+def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, Any] | None:
+    """A row's fields in the form of ci/results; None where there is no ratio."""
+    if row.quartiles is None:
+        return None
+    low, ratio, high = row.quartiles
+    return {
+        "vllm": version,
+        "shape": options.shape.value,
+        "method": options.family,
+        "k": row.k,
+        "batch": row.batch,
+        "stock": round(row.figures("against").iteration_ms, 4),
+        "eagle_mrv2": round(row.figures("eagle_mrv2").iteration_ms, 4),
+        "ratio": round(ratio, 4),
+        "quartiles": [round(low, 4), round(high, 4)],
+        "rounds": len(row.eagle_mrv2),
+    }
+
+
+@contextlib.contextmanager
+def turn(together: tuple[str, str] | None) -> Iterator[None]:
+    """Wait for the other comparisons to be up, and for those before to be done."""
+    if together is None:
+        yield
+        return
+    count, folder = int(together[0]), Path(together[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"up-{os.getpid()}").touch()
+    while len(list(folder.glob("up-*"))) < count:
+        time.sleep(0.5)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
+    parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
+    parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
+    parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"))
+    options = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    status = 0
+    with tempfile.TemporaryDirectory() as folder:
+        subject = shape_subject(Path(folder), options.shape, options.family, max(options.batch))
+        comparison = Comparison(subject=subject, overrides=options.engine, verbose=True)
+        try:
+            with comparison.engines(options.steps) as pair, turn(options.together):
+                for batch in options.batch:
+                    row = pair.compare(batch, options.rounds, options.tokens)
+                    line = line_of(row, options, pair.started.vllm_version)
+                    if line:
+                        print(json.dumps(line), flush=True)
+                        continue
+                    status = 1
+                    for reason in row.refusals:
+                        print(f"K={row.k}, batch {batch}: no ratio; {reason}", file=sys.stderr)
+        except CommandError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

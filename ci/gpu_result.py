@@ -1,0 +1,86 @@
+"""Puts together what came out of one release on a GPU: ci/results/h200-vllm-X.Y.Z.json.
+
+    python ci/gpu_result.py 0.26.0 --reports gpu-0.26.0.xml --times ab.json --date 2026-11-21 [--note TEXT]
+
+The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties; the times are lines
+that ci/ab_time.py printed, those of other releases are passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DRAFTS = "draft_what_stock_drafts["
+BUILDS = {
+    "test_what_stock_builds": "stock",
+    "test_what_stock_takes_for_the_maximum_length": "stock",
+    "test_draft_prefill_reads_the_targets_metadata[disable0-0]": "eagle_mrv2",
+    "test_max_seq_len_of_the_draft_is_the_batchs": "eagle_mrv2",
+}
+
+
+def read_reports(reports: list[Path]) -> dict[str, Any]:
+    """Counts, acceptance by family at K=3, and the figures of the draft's metadata."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    families: dict[str, Any] = {}
+    metadata: dict[str, dict[str, float]] = {"stock": {}, "eagle_mrv2": {}}
+    for report in reports:
+        for case in ET.parse(report).getroot().iter("testcase"):
+            name = case.get("name", "")
+            failed = case.find("failure") is not None or case.find("error") is not None
+            counts["failed" if failed else "skipped" if case.find("skipped") is not None else "passed"] += 1
+            found = {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
+            if DRAFTS in name and found.get("k") == "3":
+                families[found["family"]] = {
+                    "equal": not failed,
+                    "equal_to": "stock",
+                    "acceptance": {side: round(float(found[side]), 4) for side in ("stock", "eagle_mrv2")},
+                }
+            if name in BUILDS:
+                metadata[BUILDS[name]] |= {key: float(value) for key, value in found.items()}
+    return {"tests": counts, "families": families, "draft_metadata": metadata}
+
+
+def read_times(file: Path, release: str) -> list[dict[str, Any]]:
+    """The comparisons of a release."""
+    lines = (json.loads(line) for line in file.read_text().splitlines() if line.startswith("{"))
+    return [
+        {key: [value] if key in ("stock", "eagle_mrv2") else value for key, value in line.items() if key != "vllm"}
+        for line in lines
+        if line["vllm"] == release
+    ]
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("version")
+    parser.add_argument("--reports", type=Path, nargs="+", required=True)
+    parser.add_argument("--times", type=Path, required=True)
+    parser.add_argument("--date", required=True)
+    parser.add_argument("--note", action="append", default=[])
+    options = parser.parse_args()
+    target = RESULTS / f"h200-vllm-{options.version}.json"
+    earlier = json.loads(target.read_text()).get("earlier", []) if target.exists() else []
+    result = {
+        "vllm": options.version,
+        "where": "H200",
+        "date": options.date,
+        "command": ["pytest tests/gpu/test_mtp_graphs.py tests/gpu/test_graphs.py", "ci/ab_time.py --steps 3"],
+        "versions": {"python": "3.12.3", "torch": "2.11.0+cu130", "triton": "3.6.0"},
+        **read_reports(options.reports),
+        "iteration_ms": read_times(options.times, options.version),
+        "notes": options.note,
+        "earlier": earlier,
+    }
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{target.name}: {result['tests']}")
+
+
+if __name__ == "__main__":
+    main()

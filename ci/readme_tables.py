@@ -1,0 +1,284 @@
+"""Writes the generated sections of README.md: what the hosts say of themselves, and what ci/results/ measured.
+
+    python ci/readme_tables.py            rewrite them
+    python ci/readme_tables.py --check    exit with 1 and the names of those that are stale
+
+A section stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.version import Version
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.cli.recorded import recorded
+from vllm_eagle_mrv2.hosts import all_hosts, host_for, supported
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "ci" / "results"
+CELLS = {"stock": "·", "eagle_mrv2": "●", "-": "-"}
+SHAPE, METHOD = "1b", "eagle"
+_MARKER = "<!-- {}: {} -->"
+
+
+class Strict(BaseModel):
+    """A misspelt field is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Tests(Strict):
+    """How a run of pytest ended."""
+
+    passed: int
+    failed: int
+    skipped: int
+
+    def __str__(self) -> str:
+        rest = [f"{number} {word}" for word in ("failed", "skipped") if (number := getattr(self, word))]
+        return ", ".join([str(self.passed), *rest])
+
+
+class Acceptance(Strict):
+    """Mean accepted length of stock's drafts and of ours."""
+
+    stock: float | None
+    eagle_mrv2: float | None
+
+
+class FamilyResult(BaseModel):
+    """What a family gave; fields of no concern here are let through."""
+
+    equal: bool
+    equal_to: Literal["no speculation", "stock"] = "no speculation"
+    acceptance: Acceptance
+
+
+class Iteration(Strict):
+    """Milliseconds per engine iteration; ratio with its quartiles over the rounds of ci/ab_time.py."""
+
+    shape: str
+    method: str
+    k: int
+    batch: int
+    stock: list[float]
+    eagle_mrv2: list[float]
+    ratio: float
+    quartiles: tuple[float, float] | None = None
+    rounds: int | None = None
+
+
+class DraftMetadata(Strict):
+    """Builds of the draft's metadata for each of the target's, and the longest sequence that they were made for."""
+
+    draft_prefill_builds: float
+    draft_decode_builds: float
+    max_seq_len: float
+
+
+class Result(Strict):
+    """One file of ci/results; its README says what the fields mean."""
+
+    vllm: str
+    where: str
+    date: str
+    command: str | list[str]
+    versions: dict[str, str]
+    tests: Tests | None
+    families: dict[str, FamilyResult]
+    iteration_ms: list[Iteration]
+    notes: list[str]
+    draft_metadata: dict[Literal["stock", "eagle_mrv2"], DraftMetadata] = {}
+    earlier: list[dict[str, Any]] = []
+
+
+class Stale(Exception):
+    """README.md or a result is not what it should be; one line for the user."""
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, list[Result]]:
+    """Release -> its results, in the order of their files."""
+    results: dict[str, list[Result]] = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            result = Result.model_validate_json(file.read_text(encoding="utf-8"))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise Stale(f"{file.name}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        results.setdefault(result.vllm, []).append(result)
+    return results
+
+
+# The sections
+
+
+def releases() -> list[str]:
+    """The release that stands for each supported minor: the recorded one, else its first."""
+    by_minor = {_minor(release): release for release in recorded()}
+    minors = sorted((series for host in all_hosts() for series in host.series), key=Version)
+    return [by_minor.get(minor, f"{minor}.0") for minor in minors]
+
+
+def _minor(release: str) -> str:
+    return ".".join(release.split(".")[:2])
+
+
+def supported_section() -> str:
+    """One sentence."""
+    return f"For stock vLLM {supported()}."
+
+
+def behaviours_section() -> str:
+    """Who supplies each behaviour on each release."""
+    columns = releases()
+    rows = []
+    for behaviour in Behaviour:
+        suppliers = (host_for(release).supplier(behaviour, Version(release)) for release in columns)
+        rows.append([f"`{behaviour}`: {behaviour.summary}", *(CELLS[supplier] for supplier in suppliers)])
+    heads = [_minor(release).partition(".")[2] for release in columns]
+    legend = (
+        f"{CELLS['eagle_mrv2']} `eagle_mrv2` adds it, {CELLS['stock']} stock has it too, "
+        f"{CELLS['-']} that vLLM does not offer the setting."
+    )
+    return _table(["vLLM 0.", *heads], rows, ":-:") + f"\n\n{legend}"
+
+
+def results_section() -> str:
+    """Where each release ran and what came out."""
+    results = read_results()
+    rows = []
+    for release in sorted({*releases(), *results}, key=Version):
+        runs = results.get(release, [])
+        cells: tuple[Callable[[Result], str], ...] = (
+            lambda run: run.where,
+            lambda run: run.date,
+            lambda run: str(run.tests or "-"),
+            _equality,
+            _acceptance,
+            _ratio,
+        )
+        rows.append(
+            [release, *("<br>".join(cell(run) for run in runs) for cell in cells)]
+            if runs
+            else [release, "not run", *[""] * 5]
+        )
+    heads = ["vLLM", "ran on", "date", "tests passed", "tokens equal", "acceptance, ours / stock", "time, stock / ours"]
+    legend = (
+        "Tokens equal: greedy; on the CPU (float32) to the run without speculation, on the H200 (bfloat16) to stock's. "
+        "Acceptance: mean accepted length at K=3. "
+        f"Time: per engine iteration, {METHOD} at the {SHAPE} shape, K=3, batch 1; above 1 is faster than stock."
+    )
+    return _table(heads, rows, "---") + f"\n\n{legend}"
+
+
+def _equality(run: Result) -> str:
+    unequal = [family for family, result in run.families.items() if not result.equal]
+    equal = [family for family, result in run.families.items() if result.equal]
+    return ", ".join([*equal, *(f"**not {family}**" for family in unequal)]) or "-"
+
+
+def _acceptance(run: Result) -> str:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    pairs = ((family, result.acceptance) for family, result in run.families.items())
+    return ", ".join(f"{family} {number(one.eagle_mrv2)} / {number(one.stock)}" for family, one in pairs) or "-"
+
+
+def _ratio(run: Result) -> str:
+    return _find_ratio([run], (3, 1)) or "-"
+
+
+def _find_ratio(runs: Iterable[Result], point: tuple[int, int]) -> str:
+    for run in runs:
+        for one in run.iteration_ms:
+            if (one.shape, one.method) == (SHAPE, METHOD) and (one.k, one.batch) == point:
+                return f"{one.ratio:.3f}"
+    return ""
+
+
+def metadata_section() -> str:
+    """What `target_metadata_reuse`, `fused_draft_decode` and `actual_max_seq_len` change."""
+    rows = [
+        [release, *(_sides(run.draft_metadata, field) for field in DraftMetadata.model_fields)]
+        for release, runs in sorted(read_results().items(), key=lambda item: Version(item[0]))
+        for run in runs
+        if run.draft_metadata
+    ]
+    heads = ["vLLM, H200", "builds for draft prefill", "builds for draft decodes", "longest sequence"]
+    return _table([heads[0], *(f"{head}, stock → ours" for head in heads[1:])], rows, "---")
+
+
+def _sides(metadata: Mapping[Any, DraftMetadata], field: str) -> str:
+    return " → ".join(f"{getattr(metadata[side], field):g}" for side in ("stock", "eagle_mrv2"))
+
+
+def _table(heads: list[str], rows: list[list[str]], rule: str) -> str:
+    lines = [heads, ["---", *[rule] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "supported": supported_section,
+    "behaviours": behaviours_section,
+    "results": results_section,
+    "metadata": metadata_section,
+}
+
+
+# README.md
+
+
+def rewrite(text: str) -> tuple[str, list[str]]:
+    """The text with its sections made anew, and the names of those that were stale.
+
+    Raises:
+        Stale: a section has no place in the text, or a place has no section.
+    """
+    marked = re.findall(r"<!-- generated: (\S+) -->", text)
+    if sorted(marked) != sorted(SECTIONS):
+        raise Stale(f"README.md has places for {sorted(marked)}, and the sections are {sorted(SECTIONS)}")
+    stale = []
+    for name, make in SECTIONS.items():
+        before, start, rest = text.partition(_MARKER.format("generated", name) + "\n")
+        old, end, after = rest.partition(_MARKER.format("end", name))
+        if not (start and end):
+            raise Stale(f"README.md has no end of the section {name}")
+        new = make() + "\n"
+        if new != old:
+            stale.append(name)
+        text = before + start + new + end + after
+    return text, stale
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 where something is stale")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the file")
+    options = parser.parse_args(arguments)
+    text = options.readme.read_text(encoding="utf-8")
+    try:
+        new, stale = rewrite(text)
+    except Stale as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.check:
+        print(f"stale: {', '.join(stale)}: run python ci/readme_tables.py" if stale else "up to date")
+        return int(bool(stale))
+    if stale:
+        options.readme.write_text(new, encoding="utf-8")
+    print(f"rewrote {', '.join(stale)}" if stale else "up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

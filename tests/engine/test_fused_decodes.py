@@ -1,0 +1,328 @@
+"""All draft decodes in one pass, and in one graph, on a CPU.
+
+Its backend is given the refresh that it lacks, and a graph is the pass itself, run again on what was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, runner_of, speculator_of
+
+from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.hosts import installed_host, installed_release
+
+fused = pytest.importorskip("vllm_eagle_mrv2.hosts.fused", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu captures graphs")
+
+K = 4
+TOKENS = 16
+SIZES = [1, 2, 4, 8]  # of graphs
+PROMPTS = held_out_prompts(5)
+STOCK_SCHEDULE = installed_host().supplier(Behaviour.DYNAMIC_DRAFT_LENGTH, installed_release()) == "stock"
+
+
+@pytest.fixture(autouse=True)
+def backend_that_refreshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashAttention's: tensors that the metadata refers to are persistent, the schedule is made anew."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as Builder
+
+    def refresh(self: Any, metadata: Any) -> None:
+        metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=metadata.seq_lens.shape[0],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=metadata.seq_lens,
+            dtype=self.dtype,
+            query_start_loc=metadata.query_start_loc,
+            causal=metadata.causal,
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=False,
+            dynamic_causal=None,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    monkeypatch.setattr(Builder, "supports_draft_decode_metadata_update", True)
+    monkeypatch.setattr(Builder, "update_draft_decode_metadata", refresh)
+
+
+@pytest.fixture
+def complete_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below 0.32 only some backends are known to need no build by the host before a replay."""
+    from vllm_eagle_mrv2.hosts import autoregressive
+
+    builder = "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder"
+    monkeypatch.setattr(autoregressive, "_REFRESH_IS_COMPLETE", {builder})
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    with engine(None) as llm:
+        return greedy(llm, PROMPTS, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def by_steps() -> list[float]:
+    """Acceptance by position where the host builds the metadata of every step."""
+    with engine("eagle_mrv2", k=K) as llm:
+        assert not speculator_of(llm).refreshes_in_graph
+        acceptance = Acceptance(llm)
+        greedy(llm, PROMPTS, TOKENS)
+        return acceptance.by_position
+
+
+Draw = Callable[[Any], list[Any]]
+
+
+@pytest.fixture
+def draft_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> Draw:
+    """Captures the draft decodes of an engine; returns the descriptors of the graphs replayed from then on."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    replayed: list[Any] = []
+
+    def capture(self: Any, create_forward_fn: Any, progress_bar_desc: str) -> None:
+        for descriptor in self._capture_descs.get(CUDAGraphMode.FULL, ()):
+            create_forward_fn(descriptor, warmup=True)(CUDAGraphMode.NONE)
+            captured = create_forward_fn(descriptor, warmup=False)
+            captured(CUDAGraphMode.NONE)
+
+            def replay(descriptor: Any = descriptor, captured: Any = captured) -> None:
+                replayed.append(descriptor)
+                captured(CUDAGraphMode.NONE)
+
+            self.graphs[descriptor] = SimpleNamespace(replay=replay)
+        self._graphs_captured = True
+
+    def draw(llm: Any) -> list[Any]:
+        speculator = speculator_of(llm)
+        compilation = speculator.vllm_config.compilation_config
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = SIZES, SIZES[-1]
+        monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "capture", capture)
+        monkeypatch.setattr(cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None))
+        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+        # The target has none here, and its metadata is not made for a graph.
+        speculator.prefill_cudagraph_manager = speculator.prefill_manager_class(
+            speculator.vllm_config, speculator.device, CUDAGraphMode.NONE, speculator.num_speculative_steps + 1
+        )
+        with torch.inference_mode():
+            speculator.capture()
+        replayed.clear()
+        return replayed
+
+    return draw
+
+
+@pytest.fixture
+def draft_phase_graphs(monkeypatch: pytest.MonkeyPatch, draft_decode_graphs: Draw) -> Draw:
+    """Captures draft prefills as well; returns the descriptors of the prefill graphs replayed from then on.
+
+    This backend makes new metadata for each batch, so a replayed prefill is given that of the batch; what follows it in
+    the graph runs on what was captured.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+
+    replayed: list[Any] = []
+
+    def draw(llm: Any) -> list[Any]:
+        speculator = speculator_of(llm)
+        draft_decode_graphs(llm)
+        compilation = speculator.vllm_config.compilation_config
+        sizes = [size * (K + 1) for size in SIZES]
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [*SIZES, *sizes], sizes[-1]
+        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+        loop, make_decodes, propose = speculator.loop, speculator._decodes_in_graph_of, speculator.loop.propose
+        decodes, batches = {}, []
+
+        def making(descriptor: Any) -> Any:
+            decodes[descriptor] = make_decodes(descriptor)
+            return decodes[descriptor]
+
+        def proposing(batch: Any) -> torch.Tensor:
+            batches[:] = [batch]
+            return propose(batch)
+
+        def replaying(run: Any) -> None:
+            [batch], graph = batches, run.descriptor
+            replayed.append(graph)
+            metadata = (batch.attn_metadata, batch.slot_mappings)
+            loop.phase(graph.num_reqs, batch.num_tokens, *metadata, None, CUDAGraphMode.NONE, decodes=decodes[graph])
+
+        monkeypatch.setattr(speculator, "_decodes_in_graph_of", making)
+        monkeypatch.setattr(loop, "propose", proposing)
+        monkeypatch.setattr(speculator, "replay_prefill", replaying)
+        with torch.inference_mode():
+            speculator.capture()
+        replayed.clear()
+        return replayed
+
+    return draw
+
+
+@dataclass
+class Slots:
+    """What `recorded` saw at every refresh."""
+
+    right: list[bool] = field(default_factory=list)
+    """Of live rows: whether keys and values go where the position belongs."""
+    padding: list[list[int]] = field(default_factory=list)
+    """Of padded rows: their slots, and their request states."""
+
+
+def recorded(speculator: Any) -> Slots:
+    """The slots of every refresh from now on; filled as they come."""
+    slots = Slots()
+    loop, tables = speculator.loop, speculator.block_tables
+    live = 0
+
+    def begin(batch: Any, original: Any = speculator.begin_decode) -> None:
+        nonlocal live
+        original(batch)
+        live = batch.num_reqs
+
+    def refresh(num_reqs: int, num_tokens: int, metadata: Any) -> None:
+        original(num_reqs, num_tokens, metadata)
+        block_size = tables.block_sizes[0]
+        for row in range(live):
+            position = int(loop.buffers.positions[row])
+            block = int(tables.input_block_tables[0][row, position // block_size])
+            slots.right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
+        slots.padding.append(tables.slot_mappings[0, live:num_tokens].tolist())
+        slots.padding.append(loop.buffers.idx_mapping[live:num_reqs].tolist())
+
+    original = speculator.refresh_decode_metadata
+    speculator.begin_decode, speculator.refresh_decode_metadata = begin, refresh
+    return slots
+
+
+def test_one_pass_without_graphs(plain: list[list[int]], by_steps: list[float]) -> None:
+    with engine("eagle_mrv2", k=K) as llm:
+        speculator = speculator_of(llm)
+        assert speculator.refreshes_in_graph
+        acceptance, slots = Acceptance(llm), recorded(speculator)
+        assert greedy(llm, PROMPTS, TOKENS) == plain
+        assert slots.right
+        assert all(slots.right)
+        assert acceptance.by_position == pytest.approx(by_steps, abs=0.03)
+
+
+@pytest.mark.parametrize("how", ["complete", "rebuilt"])
+def test_one_graph(
+    how: str,
+    plain: list[list[int]],
+    by_steps: list[float],
+    draft_decode_graphs: Draw,
+    request: pytest.FixtureRequest,
+) -> None:
+    if how == "complete":
+        request.getfixturevalue("complete_refresh")
+    with engine("eagle_mrv2", k=K) as llm:
+        speculator = speculator_of(llm)
+        replayed = draft_decode_graphs(llm)
+        built: list[int] = []
+        build = speculator.uniform_metadata
+        speculator.uniform_metadata = lambda *args, **kwargs: built.append(kwargs["step"]) or build(*args, **kwargs)
+        acceptance, slots = Acceptance(llm), recorded(speculator)
+        assert greedy(llm, PROMPTS, TOKENS) == plain
+        assert slots.right
+        assert all(slots.right)
+        assert acceptance.by_position == pytest.approx(by_steps, abs=0.03)
+        # Five requests in a graph of eight: three rows of padding, whose keys, values and logits go nowhere.
+        assert {descriptor.num_reqs for descriptor in replayed} >= {8}
+        assert [-1] * 3 in slots.padding
+        assert all(set(rows) <= {-1} for rows in slots.padding)
+        if STOCK_SCHEDULE or how == "complete":
+            assert built == []
+        else:
+            assert built == [1] * len(replayed)
+
+
+@pytest.mark.parametrize("disable", [[], ["one_draft_graph"]])
+def test_one_graph_for_prefill_and_decodes(
+    disable: list[str],
+    plain: list[list[int]],
+    by_steps: list[float],
+    draft_phase_graphs: Draw,
+    complete_refresh: None,
+) -> None:
+    with engine("eagle_mrv2", k=K, options={"disable": disable}) as llm:
+        speculator = speculator_of(llm)
+        replayed = draft_phase_graphs(llm)
+        dispatched: list[int] = []
+        dispatch = speculator.dispatch_decode
+        speculator.dispatch_decode = lambda batch: (
+            dispatched.append(batch.num_tokens // batch.num_reqs) or dispatch(batch)
+        )
+        acceptance = Acceptance(llm)
+        assert greedy(llm, PROMPTS, TOKENS) == plain
+        assert acceptance.by_position == pytest.approx(by_steps, abs=0.03)
+        # Five requests in a graph of eight: three rows of padding.
+        assert {descriptor.num_reqs for descriptor in replayed} >= {8}
+        # Prompts go through a prefill alone, and then through draft decodes.
+        assert dispatched
+        assert (K + 1 in dispatched) is bool(disable)
+
+
+@pytest.mark.parametrize("disable", [[], ["padding_without_logits"]])
+def test_one_graph_keeps_the_logits_of_live_rows(
+    disable: list[str], draft_phase_graphs: Draw, complete_refresh: None
+) -> None:
+    method = {"draft_sample_method": "probabilistic"}
+    with engine("eagle_mrv2", k=K, speculative=method, options={"disable": disable}) as llm:
+        speculator, unwritten = speculator_of(llm), 123.0
+        replayed = draft_phase_graphs(llm)
+        speculator.draft_logits.fill_(unwritten)
+        speculator.loop.buffers.idx_mapping.fill_(0)  # as an earlier batch could have left it
+        greedy(llm, PROMPTS[:3], 8, temperature=0.8, seed=3)
+        assert {descriptor.num_reqs for descriptor in replayed} >= {4}
+        written = (speculator.draft_logits != unwritten).any(dim=-1)
+        assert (int(written[:, 0].sum()) == 3) is not bool(disable)
+        assert bool((written == written[:, :1]).all())
+
+
+def test_logits_of_padded_rows_go_nowhere(draft_decode_graphs: Draw) -> None:
+    with engine("eagle_mrv2", k=K, speculative={"draft_sample_method": "probabilistic"}) as llm:
+        speculator, unwritten = speculator_of(llm), 123.0
+        replayed = draft_decode_graphs(llm)
+        speculator.draft_logits.fill_(unwritten)
+        greedy(llm, PROMPTS[:3], 8, temperature=0.8, seed=3)
+        assert {descriptor.num_reqs for descriptor in replayed} >= {4}
+        written = (speculator.draft_logits != unwritten).any(dim=-1)
+        assert int(written[:, 0].sum()) == 3
+        assert bool((written == written[:, :1]).all())
+
+
+def test_a_graph_for_each_number_of_draft_tokens(plain: list[list[int]], draft_decode_graphs: Draw) -> None:
+    schedule = {"num_speculative_tokens_per_batch_size": [(1, 2, K), (3, 8, 2)]}
+    with engine("eagle_mrv2", k=K, speculative=schedule) as llm:
+        replayed = draft_decode_graphs(llm)
+        for prompts, wanted in ((PROMPTS, 2), (PROMPTS[:2], K)):
+            replayed.clear()
+            assert greedy(llm, prompts, TOKENS) == plain[: len(prompts)]
+            drafted = {(descriptor.num_reqs > 2, descriptor.num_draft_tokens) for descriptor in replayed}
+            assert (len(prompts) > 2, wanted) in drafted
+            assert drafted <= {(True, 2), (False, K)}
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_a_dummy_run_touches_no_request(graphs: bool, draft_decode_graphs: Draw) -> None:
+    from test_dummy_runs import draft_state
+
+    with engine("eagle_mrv2", k=K, speculative={"draft_sample_method": "probabilistic"}) as llm:
+        speculator = speculator_of(llm)
+        replayed = draft_decode_graphs(llm) if graphs else []
+        greedy(llm, PROMPTS, 6)
+        replayed.clear()
+        before = draft_state(speculator)
+        runner_of(llm)._dummy_run(4 * (K + 1), uniform_decode=True)
+        assert len(replayed) == int(graphs)
+        assert all(torch.equal(*pair) for pair in zip(before, draft_state(speculator), strict=True))

@@ -1,0 +1,47 @@
+"""Draft decode in graphs with a backend whose target has none: FlashInfer on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
+from test_graphs import SIZES, TOKENS, counted_replays
+
+pytest.importorskip("flashinfer")
+FLASHINFER: dict[str, Any] = {"attention_config": {"backend": "FLASHINFER"}}
+PROMPTS = held_out_prompts(5)
+
+
+@pytest.fixture(scope="module")
+def stock() -> tuple[list[list[list[int]]], float]:
+    """Tokens of batches of 1, 3 and 5, and the acceptance length."""
+    with engine("eagle", **FLASHINFER, compilation_config=SIZES) as llm:
+        tokens = [greedy(llm, PROMPTS[:n], TOKENS) for n in (1, 3, 5)]
+        acceptance = Acceptance(llm)
+        greedy(llm, PROMPTS, TOKENS)
+        return tokens, acceptance.length
+
+
+@pytest.mark.parametrize("disable", [[], ["draft_graphs_by_support"]])
+@pytest.mark.parametrize("target", ["PIECEWISE", "NONE"])
+def test_draft_decode_has_graphs(target: str, disable: list[str], stock: tuple[list[list[list[int]]], float]) -> None:
+    tokens, length = stock
+    # Without compilation there is nothing piecewise, and the target runs eagerly.
+    compilation: dict[str, Any] = SIZES if target == "PIECEWISE" else SIZES | {"mode": 0}
+    compilation = compilation | {
+        "cudagraph_mode": "FULL_AND_PIECEWISE" if target == "PIECEWISE" else "FULL_DECODE_ONLY"
+    }
+    with engine("eagle_mrv2", options={"disable": disable}, **FLASHINFER, compilation_config=compilation) as llm:
+        speculator = speculator_of(llm)
+        if runner_of(llm).cudagraph_manager.cudagraph_mode.has_full_cudagraphs():
+            pytest.skip("FlashInfer has full graphs for a verification on this GPU")
+        assert runner_of(llm).cudagraph_manager.cudagraph_mode.name == target
+        with counted_replays(speculator) as replays:
+            assert [greedy(llm, PROMPTS[:n], TOKENS) for n in (1, 3, 5)] == tokens
+        assert (replays["decode"] > 10) is not bool(disable)
+        # Three requests in the graph of four, five in that of eight.
+        assert disable or {f"decode of {n}" for n in (1, 4, 8)} <= replays.keys()
+        acceptance = Acceptance(llm)
+        greedy(llm, PROMPTS, TOKENS)
+        assert acceptance.length >= length - 0.02

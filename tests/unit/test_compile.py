@@ -1,0 +1,35 @@
+"""Kernels that Triton's interpreter runs here, through its compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parents[1]
+KERNELS = Path(__file__).parents[2] / "vllm_eagle_mrv2" / "kernels"
+
+
+def test_kernels_compile_for_nvidia_gpus(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(TESTS / "unit"), *sys.path]),
+    }
+    run = subprocess.run(
+        [sys.executable, str(TESTS / "compile_kernels.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    compiled = {line.split()[0] for line in run.stdout.splitlines()}
+    launched = {name for file in KERNELS.glob("*.py") for name in re.findall(r"(\w+_kernel)\[", file.read_text())}
+    assert compiled == launched

@@ -1,0 +1,116 @@
+"""Which graphs a draft has, given what was asked for, what the target got, and what the draft's backends support."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.options import Options
+
+pytest.importorskip("vllm.config.compilation")
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from vllm_eagle_mrv2.hosts.common import StockHost
+
+NONE, PIECEWISE, FULL, BOTH = (
+    CUDAGraphMode.NONE,
+    CUDAGraphMode.PIECEWISE,
+    CUDAGraphMode.FULL,
+    CUDAGraphMode.FULL_AND_PIECEWISE,
+)
+DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
+SINGLE_TOKEN = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+class Manager:
+    """A graph manager that keeps its mode."""
+
+    def __init__(self, vllm_config: Any, device: Any, mode: Any, decode_query_len: int) -> None:
+        self.mode, self.pool = mode, "the target's"
+
+
+class Stock:
+    """What a stock speculator does with the target's groups: builders look at the mode of the configuration."""
+
+    def set_attn(self, *supports: Any) -> None:
+        host: Any = self
+        host.seen = host.vllm_config.compilation_config.cudagraph_mode
+        host.attn_groups = [
+            [SimpleNamespace(kv_cache_spec=None, get_metadata_builder=lambda i, each=each: self._builder(each))]
+            for each in supports
+        ]
+
+    @staticmethod
+    def _builder(support: Any) -> Any:
+        return SimpleNamespace(get_cudagraph_support=lambda vllm_config, kv_cache_spec: support)
+
+
+class Host(StockHost, Stock):
+    prefill_manager_class = decode_manager_class = Manager  # type: ignore[assignment]
+
+    def __init__(self, asked: Any, disable: set[Behaviour], enforce_eager: bool) -> None:
+        self.options = Options(disable=frozenset(disable))
+        self.request: Any = SimpleNamespace(enforce_eager=enforce_eager)
+        self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=asked))
+        self.num_speculative_steps, self.device = 3, None  # type: ignore[assignment]
+        self._asked_mode, self._target_mode, self._announced, self._filters = asked, None, True, False
+
+
+def modes(
+    asked: Any,
+    target: Any,
+    *supports: Any,
+    disable: Behaviour | None = None,
+    enforce_eager: bool = False,
+    builders_first: bool = True,
+) -> tuple[Any, Any]:
+    """Graph modes of draft prefill and of draft decode."""
+    host = Host(asked, set() if disable is None else {disable}, enforce_eager)
+    config = host.vllm_config.compilation_config
+    config.cudagraph_mode = target
+    if builders_first:
+        host.set_attn(*supports)
+    host.init_cudagraph_manager(target)
+    if not builders_first:
+        host.set_attn(*supports)
+    assert config.cudagraph_mode is target
+    assert host.seen is (target if disable is Behaviour.DRAFT_GRAPHS_BY_SUPPORT else asked)
+    return host.prefill_cudagraph_manager.mode, host.decode_cudagraph_manager.mode
+
+
+@pytest.mark.parametrize("builders_first", [True, False], ids=["0.26", "0.20"])
+@pytest.mark.parametrize("target", [PIECEWISE, NONE])
+def test_a_backend_with_graphs_for_one_token(target: Any, builders_first: bool) -> None:
+    """The verification of K + 1 tokens has no full graph, or none at all (FlashInfer on Hopper)."""
+    assert modes(BOTH, target, SINGLE_TOKEN, builders_first=builders_first) == (target, DECODE_ONLY)
+
+
+@pytest.mark.parametrize("target", [PIECEWISE, NONE])
+def test_as_stock_has_it(target: Any) -> None:
+    off = Behaviour.DRAFT_GRAPHS_BY_SUPPORT
+    assert modes(BOTH, target, SINGLE_TOKEN, disable=off) == (target, NONE)
+
+
+@pytest.mark.parametrize(
+    ("asked", "target", "supports", "wanted"),
+    [
+        (BOTH, BOTH, [AttentionCGSupport.ALWAYS], (BOTH, DECODE_ONLY)),
+        (FULL, DECODE_ONLY, [AttentionCGSupport.UNIFORM_BATCH], (DECODE_ONLY, DECODE_ONLY)),
+        # Nobody asked for full graphs.
+        (PIECEWISE, PIECEWISE, [AttentionCGSupport.ALWAYS], (PIECEWISE, NONE)),
+        (NONE, NONE, [AttentionCGSupport.ALWAYS], (NONE, NONE)),
+        # A group of the draft supports none.
+        (BOTH, PIECEWISE, [SINGLE_TOKEN, AttentionCGSupport.NEVER], (PIECEWISE, NONE)),
+    ],
+)
+def test_other_modes(asked: Any, target: Any, supports: list[Any], wanted: tuple[Any, Any]) -> None:
+    assert modes(asked, target, *supports) == wanted
+
+
+def test_an_eager_draft_has_none() -> None:
+    assert modes(BOTH, PIECEWISE, SINGLE_TOKEN, enforce_eager=True) == (NONE, NONE)

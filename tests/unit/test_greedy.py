@@ -1,0 +1,76 @@
+"""Greedy draft sampling against torch's argmax, ties and NaN included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from vllm_eagle_mrv2.kernels.greedy import argmax_keys, argmax_reference, best_tokens
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def argmax(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
+    return best_tokens(argmax_keys(logits, target_ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (1, 5), (1, 2048), (3, 2049), (8, 4096), (2, 32_000), (1, 128_256)]
+)
+def test_is_torchs_argmax(rows: int, columns: int, dtype: torch.dtype) -> None:
+    """bfloat16 rows of this length are full of ties."""
+    logits = torch.randn(rows, columns, device=DEVICE).to(dtype)
+    assert argmax(logits).tolist() == argmax_reference(logits).tolist()
+
+
+def test_the_first_of_equals() -> None:
+    logits = torch.zeros(2, 5000, device=DEVICE)
+    logits[1, [4999, 2100, 40]] = 1.0
+    assert argmax(logits).tolist() == [0, 40]
+
+
+def test_zeros_of_both_signs_are_equal() -> None:
+    logits = torch.full((2, 3000), -1.0, device=DEVICE)
+    logits[0, [7, 2500]] = torch.tensor([-0.0, 0.0], device=DEVICE)
+    logits[1, [7, 2500]] = torch.tensor([0.0, -0.0], device=DEVICE)
+    assert argmax(logits).tolist() == [7, 7]
+
+
+def test_infinities_and_nan() -> None:
+    infinity, nan = float("inf"), float("nan")
+    logits = torch.randn(5, 2100, device=DEVICE)
+    logits[0, 2099] = infinity
+    logits[1] = -infinity
+    logits[1, 3] = -1e30
+    logits[2, [5, 2050]] = torch.tensor([infinity, nan], device=DEVICE)
+    logits[3, [2050, 9]] = nan
+    logits[4] = -infinity
+    assert argmax(logits).tolist() == argmax_reference(logits).tolist() == [2099, 3, 2050, 9, 0]
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    wide = torch.randn(4, 6000, device=DEVICE)
+    logits = wide[:, :3000]
+    assert argmax(logits).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_draft_vocabulary_maps_to_the_targets(rows: int, ordered: bool) -> None:
+    """Ties are broken by the target's token, in whatever order the draft has them."""
+    target_ids = torch.randperm(20_000, device=DEVICE)[:5000]
+    if ordered:
+        target_ids = target_ids.sort().values
+    logits = torch.randn(rows, 5000, device=DEVICE).to(torch.bfloat16)
+    assert argmax(logits, target_ids).tolist() == argmax_reference(logits, target_ids).tolist()
+
+
+def test_keys_of_shards_reduce_together() -> None:
+    """What tensor-parallel ranks exchange: a key each instead of the logits."""
+    logits = torch.randn(3, 9000, device=DEVICE).to(torch.bfloat16)
+    tokens = torch.arange(9000, device=DEVICE)
+    shards = [argmax_keys(logits[:, part], tokens[part]).amax(-1, keepdim=True) for part in tokens.split(4500)]
+    assert best_tokens(torch.cat(shards, dim=-1)).tolist() == logits.argmax(-1).tolist()

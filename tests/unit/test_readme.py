@@ -1,0 +1,157 @@
+"""The tables of README.md are those that the code and the results make."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from vllm_eagle_mrv2 import hosts
+from vllm_eagle_mrv2.behaviours import Behaviour
+
+CHECKOUT = Path(__file__).parents[2]
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(CHECKOUT / "ci")
+        return importlib.import_module("readme_tables")
+
+
+@pytest.fixture
+def results(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of results of our own instead of ci/results."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    read = tables.read_results
+    monkeypatch.setattr(tables, "read_results", lambda: read(folder))
+    return folder
+
+
+def result(**changed: Any) -> str:
+    iteration = {"shape": "1b", "method": "eagle", "k": 3, "batch": 1, "stock": [2.0], "eagle_mrv2": [1.6]}
+    return json.dumps(
+        {
+            "vllm": "0.26.0",
+            "where": "H200",
+            "date": "2026-11-22",
+            "command": "pytest tests/gpu",
+            "versions": {"torch": "2.11.0"},
+            "tests": {"passed": 41, "failed": 1, "skipped": 0},
+            "families": {
+                "eagle": {"equal": True, "acceptance": {"stock": 2.5, "eagle_mrv2": 2.625}, "dtype": "float32"},
+                "mtp": {"equal": False, "acceptance": {"stock": None, "eagle_mrv2": 1.5}},
+            },
+            "iteration_ms": [{**iteration, "ratio": 1.25}, {**iteration, "shape": "8b", "ratio": 9.0}],
+            "notes": [],
+            **changed,
+        }
+    )
+
+
+def test_readme_is_up_to_date(tables: ModuleType) -> None:
+    assert tables.rewrite(README)[1] == [], "run python ci/readme_tables.py"
+
+
+def test_a_stale_readme_is_found_and_rewritten(tables: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    copy = tmp_path / "README.md"
+    row = next(line for line in README.splitlines() if line.startswith("| `full_decode_only`"))
+    copy.write_text(tables.rewrite(README)[0].replace(row + "\n", ""), encoding="utf-8")
+    arguments = ["--readme", str(copy)]
+    assert tables.main([*arguments, "--check"]) == 1
+    assert "stale: behaviours:" in capsys.readouterr().out
+    assert row not in copy.read_text(encoding="utf-8")
+    assert tables.main(arguments) == 0
+    assert tables.main([*arguments, "--check"]) == 0
+    assert copy.read_text(encoding="utf-8") == tables.rewrite(README)[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("<!-- generated: results -->", ""), ("<!-- end: results -->", ""), ("generated: results", "generated: resluts")],
+)
+def test_a_readme_without_a_place_for_a_section(
+    old: str, new: str, tables: ModuleType, tmp_path: Path, capsys: Any
+) -> None:
+    copy = tmp_path / "README.md"
+    copy.write_text(README.replace(old, new), encoding="utf-8")
+    assert tables.main(["--readme", str(copy)]) == 1
+    assert "results" in capsys.readouterr().err
+
+
+def test_behaviours_by_release(tables: ModuleType) -> None:
+    head, _, *lines = tables.behaviours_section().splitlines()
+    minors = [f"0.{cell.strip()}" for cell in head.split("|")[2:-1]]
+    assert minors == sorted((minor for host in hosts.all_hosts() for minor in host.series), key=Version)
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == len(Behaviour)
+    for behaviour, row in zip(Behaviour, rows, strict=True):
+        name, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        assert name == f"`{behaviour}`: {behaviour.summary}"
+        assert len(cells) == len(minors)
+        for release, cell in zip(tables.releases(), cells, strict=True):
+            assert cell == tables.CELLS[hosts.host_for(release).supplier(behaviour, Version(release))]
+
+
+def test_a_release_has_one_row_for_all_its_runs(tables: ModuleType, results: Path) -> None:
+    (results / "cpu.json").write_text(result(where="CPU engine", tests=None, families={}, iteration_ms=[]))
+    (results / "h200.json").write_text(result())
+    (row,) = (line for line in tables.results_section().splitlines() if line.startswith("| 0.26.0 |"))
+    assert row == (
+        "| 0.26.0 | CPU engine<br>H200 | 2026-11-22<br>2026-11-22 | -<br>41, 1 failed | -<br>eagle, **not mtp** "
+        "| -<br>eagle 2.62 / 2.50, mtp 1.50 / - | -<br>1.250 |"
+    )
+
+
+def test_what_the_drafts_metadata_costs(tables: ModuleType, results: Path) -> None:
+    builds = {"draft_prefill_builds": 1.0, "draft_decode_builds": 2.0, "max_seq_len": 256.0}
+    ours = builds | {"draft_prefill_builds": 0.0, "max_seq_len": 64.0}
+    (results / "h200.json").write_text(result(draft_metadata={"stock": builds, "eagle_mrv2": ours}))
+    assert tables.metadata_section().splitlines()[-1] == "| 0.26.0 | 1 → 0 | 2 → 2 | 256 → 64 |"
+
+
+def test_a_release_without_results_says_so(tables: ModuleType, results: Path) -> None:
+    rows = [line for line in tables.results_section().splitlines() if "not run" in line]
+    assert len(rows) == len(tables.releases())
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (result(vlm="0.26.0"), "vlm"),
+        (result(tests={"passed": 3}), "tests.failed"),
+        (result(iteration_ms=[{"shape": "1b"}]), "iteration_ms.0.method"),
+        ("{", "JSON"),
+    ],
+)
+def test_a_result_of_another_form(text: str, problem: str, tables: ModuleType, results: Path) -> None:
+    (results / "h200.json").write_text(text)
+    with pytest.raises(tables.Stale, match=problem) as refused:
+        tables.read_results()
+    assert str(refused.value).startswith("h200.json: ")
+
+
+def test_results_are_filed_under_their_release(tables: ModuleType) -> None:
+    for file in tables.RESULTS.glob("*.json"):
+        place, release = file.stem.split("-vllm-")
+        found = tables.Result.model_validate_json(file.read_text(encoding="utf-8"))
+        assert found.vllm == release
+        assert hosts.host_for(release)
+        assert found.where.lower().startswith(place)
+
+
+def test_the_vllm_extra_admits_what_is_supported() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (extra,) = (Requirement(one) for one in project["optional-dependencies"]["vllm"])
+    series = {minor for host in hosts.all_hosts() for minor in host.series}
+    for minor in (f"0.{number}" for number in range(15, 50)):
+        assert extra.specifier.contains(f"{minor}.2") == (minor in series), minor

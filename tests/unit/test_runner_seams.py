@@ -1,0 +1,96 @@
+"""What is taken from the target's runner, on parts made for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.worker.gpu.model_runner")
+
+from vllm_eagle_mrv2.hosts import runner_seams
+from vllm_eagle_mrv2.hosts.common import StockHost
+
+
+class Speculator(StockHost):
+    """A speculator that counts its captures."""
+
+    def __init__(self, *, k: int = 3, graphs: bool = True) -> None:
+        self.captures = 0
+        self.num_speculative_steps = k
+        self.decode_cudagraph_manager = SimpleNamespace(needs_capture=lambda: graphs)
+
+    def capture(self) -> None:
+        self.captures += 1
+
+
+class TakesInputs(runner_seams.TakesTargetInputs, Speculator):
+    """As below 0.26."""
+
+
+class Runner:
+    """A runner whose target may have nothing to capture."""
+
+    def __init__(self, speculator: Any, *, target_graphs: bool) -> None:
+        self.speculator = speculator
+        self.sampler = SimpleNamespace(sampling_states="states")
+        self.input_buffers, self.attn_groups = "buffers", "groups"
+        self.cudagraph_manager = SimpleNamespace(needs_capture=lambda: target_graphs)
+
+    def initialize_kv_cache(self, config: Any) -> str:
+        return f"result of {config}"
+
+    def capture_model(self) -> int:
+        if self.cudagraph_manager.needs_capture():
+            self.speculator.capture()
+            return 100
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def seams(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("initialize_kv_cache", "capture_model"):
+        monkeypatch.setattr(Runner, name, getattr(Runner, name))  # undone after the test
+    monkeypatch.setattr(runner_seams, "GPUModelRunner", Runner)
+    monkeypatch.setattr(runner_seams.torch.cuda, "mem_get_info", iter([(500, 0), (430, 0)]).__next__)
+    runner_seams.install()
+    wrapped = Runner.capture_model
+    runner_seams.install()
+    assert Runner.capture_model is wrapped
+
+
+@pytest.mark.parametrize("speculator", [Speculator(), TakesInputs()], ids=["0.26", "0.20"])
+def test_what_is_handed_over(speculator: Any) -> None:
+    assert Runner(speculator, target_graphs=True).initialize_kv_cache("config") == "result of config"
+    assert speculator.sampling_states == "states"
+    if isinstance(speculator, TakesInputs):
+        assert (speculator.target_input_buffers, speculator.target_attn_groups) == ("buffers", "groups")
+
+
+def test_a_draft_whose_target_has_no_graphs() -> None:
+    speculator = Speculator()
+    assert Runner(speculator, target_graphs=False).capture_model() == 70
+    assert speculator.captures == 1
+
+
+@pytest.mark.parametrize(
+    ("speculator", "target_graphs", "captures", "size"),
+    [
+        (Speculator(), True, 1, 100),
+        (Speculator(graphs=False), False, 0, 0),
+        (Speculator(k=1), False, 0, 0),
+    ],
+    ids=["the target's own capture", "none supported", "no decodes"],
+)
+def test_nothing_more_to_capture(speculator: Any, target_graphs: bool, captures: int, size: int) -> None:
+    assert Runner(speculator, target_graphs=target_graphs).capture_model() == size
+    assert speculator.captures == captures
+
+
+def test_other_speculators_are_left_alone() -> None:
+    others = SimpleNamespace(capture=lambda: None)
+    runner = Runner(others, target_graphs=False)
+    runner.initialize_kv_cache("config")
+    assert runner.capture_model() == 0
+    assert not hasattr(others, "sampling_states")

@@ -1,0 +1,140 @@
+"""The sampler that keeps draft logits: what it stores, what it draws, and that its noise is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_logits_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MAX_REQS, STEPS = 8, 3
+
+
+def draw(logits: torch.Tensor, mapping: list[int], seed: int = 0, **flags: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampled tokens and the draft logits behind them; requests are warm at odd states and greedy at even ones."""
+    torch.manual_seed(seed)
+    kept = torch.full((MAX_REQS, STEPS, logits.shape[1]), 55.0, device=DEVICE)
+    arguments = {"salted": True, "after_temperature": True, "fp64": False} | flags
+    sampled = sample_with_logits(
+        logits.to(DEVICE),
+        torch.tensor(mapping, dtype=torch.int32, device=DEVICE),
+        temperature().to(DEVICE),
+        torch.arange(MAX_REQS, device=DEVICE) + 1000 * seed,
+        torch.arange(len(mapping), device=DEVICE) + 17,
+        torch.tensor(1, device=DEVICE),
+        kept,
+        **arguments,
+    )
+    return sampled.cpu(), kept.cpu()
+
+
+def temperature() -> torch.Tensor:
+    return torch.tensor([0.0, 0.7] * (MAX_REQS // 2))
+
+
+@pytest.mark.parametrize("vocab", [7, 4096, 5000])
+@pytest.mark.parametrize("mapping", [[1], [3, 0, 5], [2, 1, -1, -1], list(range(MAX_REQS))])
+@pytest.mark.parametrize("after_temperature", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_stored(vocab: int, mapping: list[int], after_temperature: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(len(mapping), vocab).to(dtype)
+    sampled, kept = draw(logits, mapping, after_temperature=after_temperature)
+    expected = torch.full_like(kept, 55.0)
+    probabilities = sample_with_logits_reference(
+        logits, torch.tensor(mapping), temperature(), torch.tensor(1), expected, after_temperature=after_temperature
+    )
+    torch.testing.assert_close(kept, expected, rtol=1e-6, atol=1e-6)
+    assert bool((probabilities[torch.arange(len(mapping)), sampled] > 0).all())
+
+
+@pytest.mark.parametrize("fp64", [False, True])
+def test_what_is_drawn(fp64: bool) -> None:
+    """Many draws against the probabilities: chi-square with 5 degrees of freedom."""
+    rows, probabilities = (
+        (20_000 if DEVICE == "cuda" else 1_000),
+        torch.tensor([0.45, 0.3, 0.15, 0.06, 0.02, 0.02], dtype=torch.float64),
+    )
+    sampled = sample_with_logits(
+        probabilities.log().float().expand(rows, -1).contiguous().to(DEVICE),
+        torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+        torch.ones(1, device=DEVICE),
+        torch.tensor([42], device=DEVICE),
+        torch.arange(rows, device=DEVICE),
+        torch.tensor(0, device=DEVICE),
+        None,
+        salted=True,
+        after_temperature=True,
+        fp64=fp64,
+    )
+    counts = torch.bincount(sampled.cpu(), minlength=6).double()
+    expected = probabilities * rows
+    assert float(((counts - expected) ** 2 / expected).sum()) < 25.7  # p = 1e-4
+
+
+def test_greedy_requests_take_the_first_of_the_largest() -> None:
+    logits = torch.zeros(2, 5000)
+    logits[:, [4200, 4300, 30]] = 1.0
+    assert draw(logits, [0, 2])[0].tolist() == [30, 30]
+    assert draw(logits, [0, -1])[0].tolist() == [30, 30]
+
+
+def test_salted_noise_is_another() -> None:
+    """The same (seed, position) draw other tokens; without the salt the same."""
+    logits = torch.zeros(8, 4000)
+    states = [1, 3, 5, 7, 1, 3, 5, 7]
+    salted, plain, again = (draw(logits, states, salted=flag)[0] for flag in (True, False, False))
+    assert plain.tolist() == again.tolist()
+    assert int((salted == plain).sum()) == 0
+
+
+@pytest.mark.parametrize("fp64", [False, True])
+def test_the_noise_without_salt_is_that_of_the_installed_release(fp64: bool) -> None:
+    """vLLM 0.20 accepts a draft that is the token which the target samples: both must use the same numbers there."""
+    gumbel = pytest.importorskip("vllm.v1.worker.gpu.sample.gumbel")
+    import inspect
+
+    parameters = inspect.signature(gumbel.gumbel_sample).parameters
+    if "is_drafting" in parameters:
+        pytest.skip("from 0.29 on vLLM's own sampler salts the drafts' noise, and ours is not used")
+    if not fp64 and "use_fp64" in parameters:
+        pytest.skip("in float32 the releases' formulas differ, and nothing depends on them")
+    logits = torch.randn(6, 3000, device=DEVICE)
+    mapping = torch.tensor([1, 3, 5, 7, 0, 2], dtype=torch.int32, device=DEVICE)
+    seeds, positions = torch.arange(MAX_REQS, device=DEVICE), torch.arange(6, device=DEVICE) + 30
+    heat = temperature().to(DEVICE)
+    extra = {"use_fp64": True} if "use_fp64" in parameters else {}
+    stock = gumbel.gumbel_sample(logits, mapping, heat, seeds, positions, apply_temperature=True, **extra)
+    step = torch.tensor(0, device=DEVICE)
+    ours = sample_with_logits(
+        logits, mapping, heat, seeds, positions, step, None, salted=False, after_temperature=True, fp64=True
+    )
+    assert ours.tolist() == stock.tolist()
+
+
+@pytest.mark.parametrize("disable", [[], ["independent_draft_noise"]])
+def test_the_behaviour_salts(disable: list[str]) -> None:
+    """The mixin of the hosts below 0.29: with the behaviour off, drafts share the target's random numbers."""
+    from vllm_eagle_mrv2.options import parse_options
+    from vllm_eagle_mrv2.sampling import OwnSampling
+
+    class Head:
+        @staticmethod
+        def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states
+
+    host = OwnSampling()
+    host.options = parse_options({"eagle_mrv2": {"disable": disable}})
+    host.model, host.use_fp64_gumbel = Head(), False
+    host.draft_logits = torch.zeros(MAX_REQS, STEPS, 4000, device=DEVICE)
+    host.temperature, host.seeds = temperature().to(DEVICE), torch.arange(MAX_REQS, device=DEVICE)
+    host.current_draft_step = torch.tensor(1, device=DEVICE)
+    states = [1, 3, 5, 7, 1, 3, 5, 7]
+    logits = torch.zeros(8, 4000, device=DEVICE)
+    mapping = torch.tensor(states, dtype=torch.int32, device=DEVICE)
+    sampled = host.sample(logits, torch.arange(8, device=DEVICE) + 16, mapping, keep_logits=True).cpu()
+    with_target = draw(logits, states, salted=False)[0]  # at the position after the last known token
+    assert (sampled.tolist() == with_target.tolist()) is bool(disable)

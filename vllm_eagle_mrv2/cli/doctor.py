@@ -1,0 +1,263 @@
+"""``vllm-eagle-mrv2 doctor``: whether ``eagle_mrv2`` will run on the installed vLLM, and why not.
+
+It imports vLLM's modules, as checking them takes, but makes no engine: no GPU and no model are needed.
+
+Exit codes: 0, eagle_mrv2 will run; 1, it will not; 2, there is nothing to look at: no vLLM, or no such recording.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Annotated
+
+import typer
+from packaging.version import Version
+from rich.console import Console
+
+from vllm_eagle_mrv2 import __version__, hosts
+from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.cli.doctor_report import (
+    BehaviourReport,
+    DoctorReport,
+    HostReport,
+    PluginReport,
+    SymbolReport,
+    print_report,
+)
+from vllm_eagle_mrv2.cli.recorded import NoSurface, load_surface
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.hosts.spec import Host
+from vllm_eagle_mrv2.method import FAMILIES, METHOD, Request
+from vllm_eagle_mrv2.options import Options
+from vllm_eagle_mrv2.surface import check_installed, check_recorded
+
+PLUGIN_GROUP = "vllm.general_plugins"
+_PLAIN_WIDTH = 140
+_NAMED = 3
+
+
+def doctor(
+    surface: Annotated[
+        str | None,
+        typer.Option(metavar="X.Y.Z|FILE", help="Check the host of a recorded release against its recording instead."),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="List every stock symbol, the healthy ones too.")] = False,
+) -> None:
+    """Check that eagle_mrv2 will run on the installed vLLM, and show what it brings there.
+
+    Needs no GPU and no model. Exit status 0: it will run; 1: it will not; 2: vLLM is not installed.
+    """
+    with _quiet():
+        report = examine() if surface is None else examine_recorded(surface)
+    if json_output:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        console = Console()
+        print_report(report, console if console.is_terminal else Console(width=_PLAIN_WIDTH), verbose)
+    raise typer.Exit(report.exit_code)
+
+
+def examine() -> DoctorReport:
+    """Look at the installed vLLM."""
+    report = DoctorReport(
+        package_version=__version__,
+        source="installed",
+        python=platform.python_version(),
+        torch=version_of("torch"),
+        triton=version_of("triton", "pytorch-triton"),
+        plugin=_plugin(),
+    )
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:  # without an origin it is a folder that happens to have the name
+        report.problems.append("vLLM is not installed here: install a release that this package supports.")
+        report.exit_code = 2
+        return report
+    _check_plugin(report)
+    try:
+        report.vllm_version = str(importlib.import_module("vllm").__version__)
+    except Exception as error:  # a broken installation may fail in any way; the reason is the finding
+        report.problems.append(f"vLLM is installed but cannot be imported ({_reason(error)}); reinstall it.")
+    else:
+        report.platform = _platform(report)
+        host = _host(report, report.vllm_version)
+        if host is not None:
+            _check_host(report, host, report.vllm_version)
+    report.exit_code = 1 if report.problems else 0
+    return report
+
+
+def examine_recorded(wanted: str) -> DoctorReport:
+    """Look at a recording: nothing of this environment counts.
+
+    Args:
+        wanted: a recorded release, or the path of a recording.
+    """
+    report = DoctorReport(package_version=__version__, source=wanted)
+    try:
+        surface = load_surface(wanted)
+    except NoSurface as error:
+        report.problems.append(str(error))
+        report.exit_code = 2
+        return report
+    report.vllm_version = release = surface["vllm_version"]
+    host = _host(report, release)
+    if host is not None:
+        needed = host.symbols_of(hosts.release_version(release))
+        report.symbols = [SymbolReport.of(finding) for finding in check_recorded(needed, surface)]
+        _blame_symbols(report, f"the recorded vLLM {release} is not what host {host.name} knows")
+    report.exit_code = 1 if report.problems else 0
+    return report
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Standard output is the report's alone; what vLLM says on being imported goes elsewhere or nowhere."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def version_of(*names: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# The plugin
+
+
+def _plugin() -> PluginReport:
+    """The same choice as vLLM's own: VLLM_PLUGINS, where set, lists the names to load, and nothing is stripped."""
+    registered = any(entry.name == METHOD for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP))
+    wanted = os.environ.get("VLLM_PLUGINS")
+    return PluginReport(
+        registered=registered,
+        vllm_plugins=wanted,
+        loaded=registered and (wanted is None or METHOD in wanted.split(",")),
+    )
+
+
+def _check_plugin(report: DoctorReport) -> None:
+    plugin = report.plugin
+    if plugin is None or plugin.loaded:
+        return
+    if not plugin.registered:
+        report.problems.append(
+            f"the entry point {METHOD} of the group {PLUGIN_GROUP} is not registered, so vLLM never loads the plugin; "
+            "install vllm-eagle-mrv2 with pip into the environment of vLLM."
+        )
+    else:
+        names = [name.strip() for name in (plugin.vllm_plugins or "").split(",")]
+        others = [name for name in names if name not in ("", METHOD)]
+        report.problems.append(
+            f"VLLM_PLUGINS={plugin.vllm_plugins} keeps vLLM from loading this plugin; "
+            f"set VLLM_PLUGINS={','.join([*others, METHOD])}, or unset it."
+        )
+
+
+# The release
+
+
+def _platform(report: DoctorReport) -> str | None:
+    try:
+        current = importlib.import_module("vllm.platforms").current_platform
+        name = type(current).__name__
+        kind = str(getattr(current, "device_type", "") or "")
+    except Exception as error:  # as above
+        report.notes.append(f"vLLM cannot tell its platform ({_reason(error)}).")
+        return None
+    if not kind:
+        report.notes.append(
+            "vLLM sees no device that it could run on here; the rest of this report holds all the same."
+        )
+    return f"{name} ({kind})" if kind else name
+
+
+def _host(report: DoctorReport, release: str) -> Host | None:
+    """Choose the host and describe it, or say why there is none."""
+    version = hosts.release_version(release)
+    try:
+        newest = max(Version(series) for known in hosts.all_hosts() for series in known.series)
+        host = hosts.host_for(release)
+    except EagleMRV2Error as error:
+        report.problems.append(str(error))
+        if version.release[:2] > newest.release[:2]:
+            report.notes.append(
+                f"vLLM {release} is newer than every host: in a checkout of this package, "
+                f"python ci/record_surface.py --drift {version} prints what a host for it has to take up."
+            )
+        return None
+    except Exception as error:  # a host of another package may fail to load in any way
+        report.problems.append(f"a host of the entry-point group {hosts.ENTRY_POINTS} is broken ({_reason(error)}).")
+        return None
+    report.host = HostReport(name=host.name, series=list(host.series))
+    report.behaviours = [
+        BehaviourReport(name=str(one), supplier=host.supplier(one, version), summary=one.summary) for one in Behaviour
+    ]
+    report.families = list(host.families)
+    report.unsupported = _unsupported(host)
+    return host
+
+
+def _unsupported(host: Host) -> list[str]:
+    """What `Host.check_request` and the seams refuse there."""
+    phrases = [*host.unsupported]
+    phrases += [f"{family} drafts: use method={family}" for family in FAMILIES if family not in host.families]
+    if "eagle3" in host.families and not host.eagle3_over_pp:
+        phrases.append("EAGLE-3 with pipeline_parallel_size above 1")
+    if "mtp" in host.families:
+        phrases.append("MTP heads of Gemma 4 and of several modules: vLLM has speculators of their own for them")
+    return [*phrases, "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"]
+
+
+def _check_host(report: DoctorReport, host: Host, release: str) -> None:
+    needed = host.symbols_of(hosts.release_version(release))
+    report.symbols = [SymbolReport.of(finding) for finding in check_installed(needed)]
+    _blame_symbols(report, f"vLLM {release} is not the stock release that host {host.name} knows")
+    try:
+        host.check_request(Request(host.families[0], Options()), SimpleNamespace())
+    except EagleMRV2Error as error:  # what the environment forbids to every request
+        report.problems.append(str(error))
+    if all(symbol.status == "found" for symbol in report.symbols):
+        _check_speculators(report, host)
+
+
+def _blame_symbols(report: DoctorReport, what: str) -> None:
+    drift = [symbol for symbol in report.symbols if symbol.status != "found"]
+    if drift:
+        named = ", ".join(f"{symbol.module}:{symbol.name} ({symbol.status})" for symbol in drift[:_NAMED])
+        more = f" and {len(drift) - _NAMED} more" if len(drift) > _NAMED else ""
+        report.problems.append(f"{what}: {named}{more}.")
+
+
+def _check_speculators(report: DoctorReport, host: Host) -> None:
+    """Our own classes sit on the release's; making the class takes no device, unlike making the object."""
+    try:
+        module = importlib.import_module(host.speculators)
+        for family in host.families:
+            module.speculator_class(family)
+    except Exception as error:  # as above
+        report.problems.append(f"the speculator of host {host.name} cannot be made ({_reason(error)}).")

@@ -1,0 +1,190 @@
+"""An engine in a process of its own: the command's side of it, and the frame of the worker's side.
+
+Every engine gets a process, so that none inherits another's memory, graphs or counters.  Jobs go in on the worker's
+stdin, one JSON object a line.  What happens comes out on a pipe of its own: for each job any number of
+``{"tokens": n}`` while it generates, then ``{"result": ...}`` or ``{"error": text}``.  stdout and stderr are vLLM's
+log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from pydantic import BaseModel
+
+from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.method import is_ours
+
+OnTokens = Callable[[int], None]
+_SHUTDOWN_SECONDS = 30
+# Where an engine core or one of its workers dies, the error that arrives here only points at the log.
+_POINTER = "root cause"
+_ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception): .*")
+
+
+def environment(method: str | None, **defaults: str) -> dict[str, str]:
+    """The environment of a worker whose engine drafts with ``method``, on Model Runner V2.
+
+    Args:
+        method: as in the speculative configuration; None for no speculation.
+        defaults: variables that yield to those that are set.
+    """
+    variables = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # greedy decoding does not need it, and it compiles for minutes
+        **defaults,
+        **os.environ,
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "PYTHONSAFEPATH": "1",  # a folder named vllm in the working directory is not the installed vLLM
+    }
+    if is_ours(method):
+        del variables["VLLM_USE_V2_MODEL_RUNNER"]  # ours asks for it by itself
+    return variables
+
+
+class EngineProcess:
+    """A worker's process, as a context: nothing of it is left afterwards."""
+
+    def __init__(self, module: str, name: str, variables: dict[str, str], verbose: bool) -> None:
+        """Start ``python -m module``.
+
+        Args:
+            module: a module whose `main` is `serve`.
+            name: what the engine is called in messages: "the engine with ... failed".
+            variables: the process's environment.
+            verbose: let vLLM's log through to stderr.
+        """
+        self._name, self._verbose = name, verbose
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        source, sink = os.pipe()
+        self._events = os.fdopen(source, encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, str(sink)],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr if verbose else self._log,
+            stderr=sys.stderr if verbose else self._log,
+            pass_fds=(sink,),
+            env=variables,
+            start_new_session=True,
+            text=True,
+        )
+        os.close(sink)
+        # Engine cores are processes of their own, which hold the pipe open: without their worker they end too.
+        self._reaper = threading.Thread(target=self._reap, daemon=True)
+        self._reaper.start()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, exception: object, *_: object) -> None:
+        self.finish()
+        if exception is None:
+            self._reaper.join(_SHUTDOWN_SECONDS)
+        self._kill()
+        self._reaper.join()
+        self._events.close()
+        self._log.close()
+
+    def send(self, job: BaseModel) -> None:
+        """Hand a job to the worker, without waiting for its result."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # `receive` says why
+            self._process.stdin.write(job.model_dump_json() + "\n")
+            self._process.stdin.flush()
+
+    def receive(self, on_tokens: OnTokens = lambda tokens: None) -> Any:
+        """Wait for the result of the job sent first; the fields of the model that the worker answered with.
+
+        Raises:
+            CommandError: the engine failed; the message says why, as far as its last words do.
+        """
+        for line in self._events:
+            event = json.loads(line)
+            if "tokens" in event:
+                on_tokens(event["tokens"])
+            elif "result" in event:
+                return event["result"]
+            else:
+                raise self._failure(str(event["error"]))
+        raise self._failure(None)
+
+    def ask(self, job: BaseModel, on_tokens: OnTokens = lambda tokens: None) -> Any:
+        """`send`, then `receive`."""
+        self.send(job)
+        return self.receive(on_tokens)
+
+    def finish(self) -> None:
+        """Tell the worker that there are no more jobs."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def _reap(self) -> None:
+        self._process.wait()
+        self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _failure(self, reason: str | None) -> CommandError:
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip()]
+        if reason is None:
+            self._reaper.join(_SHUTDOWN_SECONDS)
+            last_words = f"; its log ends in: {lines[-1]}" if lines else ""
+            reason = _ending(self._process.returncode) + last_words
+        elif _POINTER in reason:
+            causes = [found[0] for line in lines if _POINTER not in line and (found := _ERROR_LINE.search(line))]
+            reason = causes[-1] if causes else reason
+        hint = "" if self._verbose else " (--verbose shows vLLM's log)"
+        return CommandError(f"the engine with {self._name} failed: {reason}{hint}", 1)
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "it closed its pipe"
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+# The worker's side
+
+
+def serve(answer: Callable[[str, OnTokens], BaseModel]) -> int:
+    """Answer jobs from stdin until there are no more or one fails; events go to the descriptor in ``argv[1]``.
+
+    Args:
+        answer: (a job's JSON, what to call with the number of tokens generated so far) -> its result.
+    """
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1, encoding="utf-8") as events:
+
+        def send(event: dict[str, object]) -> None:
+            events.write(json.dumps(event) + "\n")
+
+        for line in sys.stdin:
+            try:
+                result = answer(line, lambda tokens: send({"tokens": tokens}))
+            except Exception as error:
+                traceback.print_exc()
+                send({"error": one_line(error)})
+                return 1
+            send({"result": result.model_dump()})
+    return 0
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line; vLLM's validation errors span several and end in a link."""
+    text = str(error).partition("For further information")[0]
+    return " ".join(text.split()) or type(error).__name__

@@ -1,0 +1,18 @@
+"""How a command ends that cannot do what it was asked for."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+class CommandError(Exception):
+    """One line for the user.  The exit code is 1 for what failed, 2 for a command that cannot start as asked."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def print_error(console: Console, error: object) -> None:
+    """Print an error as one line, however long."""
+    console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,51 @@
+"""The recorded surfaces that this installation brings: what ``ci/record_surface.py`` wrote of each release.
+
+They live in ``ci/surfaces`` of the repository; a wheel carries them inside the package.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_PLACES = (_PACKAGE / "surfaces", _PACKAGE.parent / "ci" / "surfaces")
+
+
+class NoSurface(Exception):
+    """One line for the user: there is no such recording, or the file is none."""
+
+
+def recorded() -> dict[str, Path]:
+    """Release -> its recording, the oldest first."""
+    for place in _PLACES:
+        files = sorted(place.glob("*.json"), key=lambda file: Version(file.stem))
+        if files:
+            return {file.stem: file for file in files}
+    return {}
+
+
+def load_surface(wanted: str) -> dict[str, Any]:
+    """Read a recording.
+
+    Args:
+        wanted: a release that is recorded, or the path of a recording.
+
+    Raises:
+        NoSurface: neither.
+    """
+    known = recorded()
+    file = Path(wanted) if Path(wanted).is_file() else known.get(wanted)
+    if file is None:
+        raise NoSurface(f"{wanted} is no file and no recorded release (recorded: {', '.join(known) or 'none'}).")
+    try:
+        surface = json.loads(file.read_text(encoding="utf-8"))
+        ok = isinstance(surface["symbols"], dict) and isinstance(surface["vllm_version"], str)
+    except (OSError, ValueError, KeyError, TypeError):
+        ok = False
+    if not ok:
+        raise NoSurface(f"{file} is not a surface that ci/record_surface.py recorded.")
+    return dict(surface)

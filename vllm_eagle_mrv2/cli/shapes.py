@@ -1,0 +1,87 @@
+"""Models of a published shape without a checkpoint: vLLM makes up the weights when it loads them."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+
+PROMPT_TOKENS = 128
+DRAFT_VOCABULARY = 32000
+"""Rows of an EAGLE-3 head's own vocabulary."""
+
+
+class Shape(str, Enum):
+    """The Llama 3 model whose layers it has: 3.2-1B, 3.2-3B or 3.1-8B."""
+
+    b1 = "1b"
+    b3 = "3b"
+    b8 = "8b"
+
+
+_SHAPES: dict[Shape, dict[str, int]] = {
+    Shape.b1: {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "head_dim": 64,
+    },
+    Shape.b3: {
+        "hidden_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "head_dim": 128,
+    },
+    Shape.b8: {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "head_dim": 128,
+    },
+}
+
+
+def write_configs(folder: Path, shape: Shape, family: str) -> tuple[str, str]:
+    """Write a folder each, with a ``config.json``, for a target and its one-layer head.
+
+    Args:
+        folder: where to.
+        shape: the shape of both.
+        family: ``eagle`` or ``eagle3``.
+    """
+    target = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **_SHAPES[shape],
+    }
+    draft = target | {"num_hidden_layers": 1}
+    if family == "eagle3":
+        draft |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCABULARY}
+    paths = []
+    for name, config in (("target", target), (family, draft)):
+        path = folder / f"{name}-{shape.value}"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        paths.append(str(path))
+    return paths[0], paths[1]
+
+
+def token_prompts(count: int) -> list[list[int]]:
+    """Prompts of `PROMPT_TOKENS` token ids each, no two alike."""
+    return [[(7 * number + place) % 1000 + 5 for place in range(PROMPT_TOKENS)] for number in range(count)]

@@ -1,0 +1,31 @@
+"""vLLM 0.20: metadata of draft decodes built once for all steps, draft prefill on metadata of its own."""
+
+from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.hosts.spec import Host, hookimpl
+from vllm_eagle_mrv2.hosts.symbols import GPU, MONOLITH
+from vllm_eagle_mrv2.surface import Symbol
+
+HOST = Host(
+    name="v0_20",
+    series=("0.20",),
+    stock={
+        Behaviour.DRAFT_LOGITS_IN_REPLAY: "",
+        Behaviour.FULL_DECODE_ONLY: "",
+        Behaviour.TWO_STAGE_ARGMAX: "",  # every draft is sampled, in blocks of the vocabulary
+    },
+    not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: ""},
+    unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
+    speculators="vllm_eagle_mrv2.hosts.v0_20.speculator",
+    v2_by_environment=True,
+    symbols=(
+        *MONOLITH,
+        Symbol(f"{GPU}.spec_decode.eagle.speculator", "EagleSpeculator.capture_model", ()),
+        Symbol("vllm.envs", "VLLM_USE_V2_MODEL_RUNNER", why="set to select Model Runner V2"),
+    ),
+)
+
+
+@hookimpl
+def eagle_mrv2_host() -> Host:
+    """The host of vLLM 0.20."""
+    return HOST

@@ -1,0 +1,26 @@
+"""vLLM 0.28: all draft decodes in one graph, whose metadata some backends refresh; a sampler of our own."""
+
+from vllm_eagle_mrv2.behaviours import BEYOND_STOCK, Behaviour
+from vllm_eagle_mrv2.hosts.fused_symbols import FUSED
+from vllm_eagle_mrv2.hosts.spec import Host, hookimpl
+
+_SUPPLIED = {
+    Behaviour.INDEPENDENT_DRAFT_NOISE,
+    Behaviour.DYNAMIC_DRAFT_LENGTH,
+    Behaviour.DRAFT_ENFORCE_EAGER,
+    *BEYOND_STOCK,
+}
+
+HOST = Host(
+    name="v0_28",
+    series=("0.28",),
+    stock={behaviour: "" for behaviour in Behaviour if behaviour not in _SUPPLIED},
+    speculators="vllm_eagle_mrv2.hosts.v0_28.speculator",
+    symbols=FUSED,
+)
+
+
+@hookimpl
+def eagle_mrv2_host() -> Host:
+    """The host of vLLM 0.28."""
+    return HOST

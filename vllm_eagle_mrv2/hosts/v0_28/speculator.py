@@ -1,0 +1,47 @@
+"""Speculators on vLLM 0.28."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+
+from vllm_eagle_mrv2.hosts import v0_28
+from vllm_eagle_mrv2.hosts.autoregressive import AutoRegressiveHost
+from vllm_eagle_mrv2.hosts.common import StockHost
+from vllm_eagle_mrv2.method import Family
+from vllm_eagle_mrv2.sampling import OwnSampling
+
+
+class _Host(OwnSampling, AutoRegressiveHost):
+    host = v0_28.HOST
+    sample_offset = 0
+    logits_after_temperature = False
+    dp_sync_argument = None
+
+    @torch.inference_mode()
+    def propose(self, *batch: Any, num_tokens_across_dp: Any = None, **how: Any) -> torch.Tensor:
+        """Draft tokens [num_reqs, K] int64; the arguments are those of the stock speculator, which ignores one too."""
+        return self._propose(*batch, **how)
+
+    def sample(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
+    ) -> torch.Tensor:
+        if self._drafts_nothing:
+            return AutoRegressiveHost.sample(self, hidden_states, positions, idx_mapping, keep_logits)
+        return super().sample(hidden_states, positions, idx_mapping, keep_logits)
+
+
+class EagleMRV2Speculator(_Host, EagleSpeculator):
+    """EAGLE and EAGLE-3."""
+
+
+class EagleMRV2MTPSpeculator(_Host, MTPSpeculator):
+    """Multi-token prediction heads."""
+
+
+def speculator_class(family: Family) -> type[StockHost]:
+    """The speculator of a family."""
+    return EagleMRV2MTPSpeculator if family == "mtp" else EagleMRV2Speculator

@@ -1,0 +1,178 @@
+"""Probabilistic draft sampling that keeps the logits for the rejection sampler."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 4096
+# Added to the position of salted draws, far beyond any position: their random numbers are nobody else's.
+_SALT = tl.constexpr(1 << 30)
+_TINY = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def _noise(seed, position, keys, SALTED: tl.constexpr, FP64: tl.constexpr):
+    """Gumbel noise of the tokens ``keys``: -log(E) with E exponential."""
+    if SALTED:
+        position += _SALT
+    stream = tl.randint(seed, position)
+    if FP64:
+        low, high, _, _ = tl.randint4x(stream, keys)
+        low = low.to(tl.uint32, bitcast=True).to(tl.uint64)
+        high = high.to(tl.uint32, bitcast=True).to(tl.uint64)
+        uniform = ((high << 32) | low).to(tl.float64) * 5.421010862427522e-20  # 2**-64
+        exponential = -tl.log(tl.maximum(uniform, 2.2250738585072014e-308))
+    else:
+        # The largest noise decides, it comes of the smallest E: -log(1 - u) near u = 0, where fp32 is fine-grained.
+        uniform = tl.maximum(tl.rand(stream, keys), _TINY)
+        series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
+        exponential = tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _sample_blocks_kernel(
+    logits_ptr,
+    logits_stride,
+    idx_mapping_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    draft_step_ptr,
+    draft_logits_ptr,
+    draft_logits_stride_req,
+    draft_logits_stride_step,
+    block_max_ptr,
+    block_token_ptr,
+    vocab_size,
+    num_blocks,
+    KEEP: tl.constexpr,
+    AFTER_TEMPERATURE: tl.constexpr,
+    SALTED: tl.constexpr,
+    FP64: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab_size
+    state = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    live = state >= 0
+    temperature = tl.load(temperature_ptr + state, mask=live, other=0.0)
+    raw = tl.load(logits_ptr + row * logits_stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    scaled = raw
+    if temperature != 0.0:
+        scaled = raw / temperature
+    if KEEP:
+        column = tl.load(draft_step_ptr)
+        kept = draft_logits_ptr + state * draft_logits_stride_req + column * draft_logits_stride_step + tokens
+        tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=inside & live)
+    score = scaled.to(tl.float64) if FP64 else scaled
+    if temperature != 0.0:
+        seed = tl.load(seeds_ptr + state, mask=live, other=0)
+        position = tl.load(positions_ptr + row)
+        score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
+    best, index = tl.max(score, axis=0, return_indices=True)
+    tl.store(block_max_ptr + row * num_blocks + block, best)
+    tl.store(block_token_ptr + row * num_blocks + block, (block * BLOCK + index).to(tl.int64))
+
+
+@triton.jit
+def _best_of_blocks_kernel(block_max_ptr, block_token_ptr, sampled_ptr, num_blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, BLOCKS)
+    scores = tl.load(block_max_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    _, best = tl.max(scores, axis=0, return_indices=True)
+    tl.store(sampled_ptr + row, tl.load(block_token_ptr + row * num_blocks + best))
+
+
+def sample_with_logits(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    draft_step: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    *,
+    salted: bool,
+    after_temperature: bool,
+    fp64: bool,
+) -> torch.Tensor:
+    """Sample a draft token for every row by the Gumbel-max rule, and store what it was sampled from.
+
+    The random numbers are a function of (seed, position, token).  A rejected draft is replaced by a draw from what
+    remains of the target's distribution, which vLLM keys the same way; for the output to follow the target, the two
+    must not share random numbers.  ``salted`` keeps the draft's apart.
+
+    Args:
+        logits: [n, V], any floating dtype.
+        idx_mapping: [n] request state of each row; a row of -1 is padding, it stores nothing.
+        temperature: [R] float32; 0 takes the argmax.
+        seeds: [R] int64.
+        positions: [n] int64, position of the token that is drafted.
+        draft_step: [] int64, on the device.
+        draft_logits: [R, K, V], written at [state, draft_step]; None stores nothing.
+        salted: draw other random numbers than the target does.
+        after_temperature: store logits divided by the temperature.
+        fp64: noise and comparison in float64.
+
+    Returns:
+        [n] int64.
+    """
+    num_rows, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    block_max = logits.new_empty(num_rows, num_blocks, dtype=torch.float64 if fp64 else torch.float32)
+    block_token = logits.new_empty(num_rows, num_blocks, dtype=torch.int64)
+    _sample_blocks_kernel[(num_rows, num_blocks)](
+        logits,
+        logits.stride(0),
+        idx_mapping,
+        temperature,
+        seeds,
+        positions,
+        draft_step,
+        draft_logits,
+        0 if draft_logits is None else draft_logits.stride(0),
+        0 if draft_logits is None else draft_logits.stride(1),
+        block_max,
+        block_token,
+        vocab_size,
+        num_blocks,
+        KEEP=draft_logits is not None,
+        AFTER_TEMPERATURE=after_temperature,
+        SALTED=salted,
+        FP64=fp64,
+        BLOCK=_BLOCK,
+    )
+    sampled = logits.new_empty(num_rows, dtype=torch.int64)
+    _best_of_blocks_kernel[(num_rows,)](
+        block_max, block_token, sampled, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks)
+    )
+    return sampled
+
+
+def sample_with_logits_reference(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    draft_step: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    *,
+    after_temperature: bool,
+) -> torch.Tensor:
+    """What `sample_with_logits` stores, in plain torch; returns [n, V] probabilities that it must sample from."""
+    probabilities = torch.zeros(logits.shape, dtype=torch.float64)
+    for row, state in enumerate(idx_mapping.tolist()):
+        raw = logits[row].float()
+        heat = float(temperature[state]) if state >= 0 else 0.0
+        scaled = raw / heat if heat else raw
+        if draft_logits is not None and state >= 0:
+            draft_logits[state, int(draft_step)] = scaled if after_temperature else raw
+        if heat:
+            probabilities[row] = scaled.double().softmax(-1)
+        else:
+            probabilities[row, int(raw.argmax())] = 1.0
+    return probabilities
