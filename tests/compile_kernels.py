@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
-from vllm_eagle_mrv2.kernels.greedy import argmax_keys, best_tokens
+from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
@@ -34,7 +34,7 @@ _POINTERS = {
 }
 
 
-def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int = 4, **kwargs: Any) -> None:
     """In the place of ``JITFunction.run``."""
     given = inspect.signature(self.fn).bind(*args, **kwargs).arguments
     signature, constants = {}, {}
@@ -48,7 +48,9 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
     for capability in CAPABILITIES:
         compiled = triton.compile(
-            ASTSource(fn=self, signature=signature, constexprs=constants), target=GPUTarget("cuda", capability, 32)
+            ASTSource(fn=self, signature=signature, constexprs=constants),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": num_warps},
         )
         assert "cubin" in compiled.asm
     print(self.fn.__name__, *constants.values(), flush=True)
@@ -65,13 +67,13 @@ def main() -> None:
                 pad_last_token_indices=pad,
                 pad_idx_mapping=pad,
             )
-        prepare_decode_inputs(poisoned(8, 64), 4, 4096, sample_offset=offset)
     for dtype in (torch.bfloat16, torch.float32):
-        buffers, sampled, feedback = decoding(3, 1, hidden_dtype=dtype)
-        update_after_step(buffers, sampled, feedback, 3, 3, 4096)
+        buffers, tokens, feedback = decoding(3, 1, hidden_dtype=dtype)
         logits, states = torch.zeros(3, 5000, dtype=dtype), torch.zeros(8)
-        best_tokens(argmax_keys(logits))
-        argmax_keys(logits, torch.arange(5000))
+        for drafted in (tokens, argmax_keys(logits), argmax_keys(logits, torch.arange(5000))):
+            for offset in (0, 1):
+                prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, sample_offset=offset)
+            update_after_step(buffers, drafted, feedback, 3, 3, 4096)
         filter_logits(logits, torch.zeros(3, dtype=torch.int32), states, states.int(), states)
         for kept in (torch.zeros(8, 3, 5000), None):
             for flag in (True, False):

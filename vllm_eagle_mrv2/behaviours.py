@@ -22,6 +22,7 @@ class Behaviour(str, Enum):
     DRAFT_ENFORCE_EAGER = "draft_enforce_eager"
     FUSED_DRAFT_DECODE = "fused_draft_decode"
     TWO_STAGE_ARGMAX = "two_stage_argmax"
+    LOCAL_ARGMAX = "local_argmax"
     ONE_DRAFT_GRAPH = "one_draft_graph"
     DRAFT_GRAPHS_BY_SUPPORT = "draft_graphs_by_support"
     DRAFT_TOP_K_TOP_P = "draft_top_k_top_p"
@@ -38,6 +39,7 @@ class Behaviour(str, Enum):
 BEYOND_STOCK = frozenset(
     {
         Behaviour.TWO_STAGE_ARGMAX,
+        Behaviour.LOCAL_ARGMAX,
         Behaviour.ONE_DRAFT_GRAPH,
         Behaviour.DRAFT_GRAPHS_BY_SUPPORT,
         Behaviour.DRAFT_TOP_K_TOP_P,
@@ -60,6 +62,7 @@ _SUMMARIES = {
     Behaviour.DRAFT_ENFORCE_EAGER: "enforce_eager of the speculative configuration is honoured",
     Behaviour.FUSED_DRAFT_DECODE: "all draft decodes are one graph, metadata refreshed on the device (#46849)",
     Behaviour.TWO_STAGE_ARGMAX: "greedy drafts: an argmax over the draft's own vocabulary, spread over the chip",
+    Behaviour.LOCAL_ARGMAX: "greedy drafts: tensor-parallel ranks exchange their best tokens instead of their logits",
     Behaviour.ONE_DRAFT_GRAPH: "draft prefill and all draft decodes of a uniform decode batch are one graph",
     Behaviour.DRAFT_GRAPHS_BY_SUPPORT: "draft decode has graphs where its own backend supports them",
     Behaviour.DRAFT_TOP_K_TOP_P: "probabilistic drafts honour the request's top-k and top-p (#56724)",

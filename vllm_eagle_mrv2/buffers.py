@@ -26,7 +26,7 @@ class DraftBuffers:
     last_token_indices: torch.Tensor  # [R] int64: row of each request's last accepted token
     sample_positions: torch.Tensor  # [R] int64: what keys the sampler's random numbers
     draft_tokens: torch.Tensor  # [R, K] int64
-    draft_step: torch.Tensor  # [] int64: the step that the next sampling call is for
+    draft_step: torch.Tensor  # [R] int64: the step that the next sampling call is for, the same in every row
     num_rejected: torch.Tensor  # [R] int32: of the batch's last verification
     live_reqs: torch.Tensor  # [] int32: requests of the batch, without padding
     top_k: torch.Tensor  # [R] int32, by request state; the vocabulary or more is no limit

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.ranking import DraftTokens
 
@@ -19,31 +20,41 @@ class TrimmedHead:
     rows.  Its result is a row over the whole vocabulary all the same, with -inf for what is left out, so that whoever
     reads draft logits is right without knowing, the rejection sampler above all: such a token has probability zero.
 
+    Only for us, in `DraftLogits`, it is the logits of the kept tokens alone.
+
     Args:
-        model: the draft, loaded.
-        target: the target model, whose logits stay whole.
+        draft_logits: of the draft.
         tokens: what to keep.
         device: where the draft is.
-
-    Raises:
-        EagleMRV2Error: the draft has no ``LogitsProcessor`` of its own.
     """
 
-    def __init__(self, model: Any, target: Any, tokens: DraftTokens, device: torch.device) -> None:
-        self._model = model
+    def __init__(self, draft_logits: DraftLogits, tokens: DraftTokens, device: torch.device) -> None:
+        self._draft_logits = draft_logits
         self._tokens = tokens
         self._device = device
-        self._processor = _own_processor(model, target)
-        self.vocab_size: int = self._processor.org_vocab_size
+        processor = draft_logits.processor
+        self.vocab_size: int = processor.org_vocab_size
         tokens.check(self.vocab_size)
         self._whole: Any = None
         self._kept: Any = None
-        self._compact = False
-        self._handed_out: torch.Tensor | None = None
-        self._stock_forward = self._processor.forward
-        self._processor.forward = self._forward
-        self._stock_top_tokens = self._processor.get_top_tokens  # for vLLM's use_local_argmax_reduction
-        self._processor.get_top_tokens = self._top_tokens
+        self._stock_forward = processor.forward
+        processor.forward = self._forward
+        self._stock_top_tokens = processor.get_top_tokens  # for vLLM's use_local_argmax_reduction
+        processor.get_top_tokens = self._top_tokens
+
+    @classmethod
+    def of(cls, model: Any, draft_logits: DraftLogits | None, tokens: DraftTokens, device: torch.device) -> TrimmedHead:
+        """That of a loaded draft.
+
+        Raises:
+            EagleMRV2Error: the draft has no ``LogitsProcessor`` of its own.
+        """
+        if draft_logits is None:
+            raise EagleMRV2Error(
+                f"draft_vocab needs a draft with one LogitsProcessor of its own, which {type(model).__name__} lacks; "
+                "leave it out."
+            )
+        return cls(draft_logits, tokens, device)
 
     @property
     def size(self) -> int:
@@ -55,24 +66,10 @@ class TrimmedHead:
         """[C] int64, the kept tokens in ascending order."""
         return torch.tensor(self._tokens.ids, dtype=torch.int64, device=self._device)
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, C] logits of the kept tokens alone, from hidden states [n, H], through the draft's ``compute_logits``.
-
-        Raises:
-            EagleMRV2Error: the draft does something to its logits afterwards.
-        """
-        self._compact = True
-        try:
-            logits: torch.Tensor = self._model.compute_logits(hidden_states)
-        finally:
-            self._compact = False
-            handed_out, self._handed_out = self._handed_out, None
-        if logits is not handed_out:
-            raise EagleMRV2Error(
-                f"{type(self._model).__name__} changes the logits of its head, which a trimmed one does not allow; "
-                "leave draft_vocab out, or disable two_stage_argmax, so that it gets rows of the whole vocabulary."
-            )
-        return logits
+    @functools.cached_property
+    def offsets(self) -> torch.Tensor:
+        """[C] int64, how far it is from each kept row to its token."""
+        return self.target_ids - torch.arange(self.size, device=self._device)
 
     @torch.inference_mode()
     def renew(self) -> None:
@@ -86,8 +83,7 @@ class TrimmedHead:
         """What the draft's ``LogitsProcessor`` does: stock's own work, with the kept rows for ``lm_head``."""
         kept = self._kept_rows(lm_head, embedding_bias)
         logits: torch.Tensor = self._stock_forward(kept, hidden_states)[..., : self.size]
-        if self._compact:
-            self._handed_out = logits
+        if self._draft_logits.short:
             return logits
         row = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
         return row.index_copy_(-1, self.target_ids, logits)
@@ -104,29 +100,12 @@ class TrimmedHead:
             # what is made in a graph is made again by each replay.
             assert not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
             if self._whole is not None:
-                raise EagleMRV2Error(f"{type(self._model).__name__} has several heads; leave draft_vocab out.")
+                raise EagleMRV2Error("the draft has several heads; leave draft_vocab out.")
             self._kept = _trimmed(lm_head, self.target_ids)
             self._whole = lm_head
         if embedding_bias is not None:
-            raise EagleMRV2Error(f"the head of {type(self._model).__name__} has a bias; leave draft_vocab out.")
+            raise EagleMRV2Error("the draft's head has a bias; leave draft_vocab out.")
         return self._kept
-
-
-def _own_processor(model: Any, target: Any) -> Any:
-    """The one ``LogitsProcessor`` of a draft.
-
-    Raises:
-        EagleMRV2Error: it has none, several, or the target's.
-    """
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    own, targets = ([m for m in each.modules() if isinstance(m, LogitsProcessor)] for each in (model, target))
-    if len(own) != 1 or any(own[0] is each for each in targets):
-        raise EagleMRV2Error(
-            f"draft_vocab needs a draft with one LogitsProcessor of its own, and {type(model).__name__} has "
-            f"{len(own) if len(own) != 1 else 'the one of the target'}; leave it out."
-        )
-    return own[0]
 
 
 def _trimmed(lm_head: Any, tokens: torch.Tensor) -> Any:

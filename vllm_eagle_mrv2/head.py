@@ -1,14 +1,15 @@
-"""The draft's head: from hidden states to greedy draft tokens, over the draft's own vocabulary."""
+"""The draft's head: from hidden states to greedy drafts, over the draft's own vocabulary."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
+from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
-from vllm_eagle_mrv2.kernels.greedy import argmax_keys, best_tokens
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 
 _MODELS = "vllm.model_executor.models"
 # Classes whose ``compute_logits`` scatters the logits of a reduced vocabulary, and does nothing else.
@@ -20,40 +21,75 @@ class DraftHead:
 
     An EAGLE-3 head has a vocabulary of its own (32,000 rows, say), and its model scatters the logits into a row of the
     target's vocabulary, filled with -inf.  The argmax needs neither: it runs over the head's rows, and the winner is
-    looked up.
+    looked up.  Nor does it need the logits of other tensor-parallel ranks: the ranks exchange their best tokens.
 
     Args:
         model: the draft, with its weights loaded.
+        draft_logits: of the draft; None has its logits whole.
         trimmed: what stands in for a head with the target's vocabulary, where the user asked for it.
     """
 
-    def __init__(self, model: Any, trimmed: TrimmedHead | None = None) -> None:
+    def __init__(self, model: Any, draft_logits: DraftLogits | None = None, trimmed: TrimmedHead | None = None) -> None:
         self._model = model
+        self._draft_logits = draft_logits
         self._trimmed = trimmed
 
-    @functools.cached_property
-    def target_ids(self) -> torch.Tensor | None:
-        """[C] int64, the target's token of each row of the head; None where a row is the token."""
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """[C] int64, how far it is from each row of the head to the target's token; None where a row is the token.
+
+        Read where it lies, so that weights may be replaced in place.
+        """
         if self._trimmed is not None:
-            return self._trimmed.target_ids
-        # Made at first use: what is made while weights are loaded goes with them when vLLM sleeps.
-        offsets = getattr(self._model, "draft_id_to_target_id", None)
+            return self._trimmed.offsets
+        offsets: torch.Tensor | None = getattr(self._model, "draft_id_to_target_id", None)
         if offsets is None or type(self._model).compute_logits.__module__ not in _SCATTERING:
             return None
-        return torch.arange(len(offsets), device=offsets.device) + offsets.data
+        return offsets.data
 
-    def greedy(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Draft tokens [n] int64, the argmax for each of the hidden states [n, H]; the first of equals, as in torch."""
-        return best_tokens(argmax_keys(self._logits(hidden_states), self.target_ids))
+    def keys(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[n, m] int64 keys of `argmax_keys` for hidden states [n, H]: the best is the argmax, the first of equals.
 
-    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, C], of all tensor-parallel ranks."""
+        Raises:
+            EagleMRV2Error: the head is trimmed, and the draft does something to its logits afterwards.
+        """
+        if self._draft_logits is not None and not self._draft_logits.untouched(self._compute, hidden_states):
+            if self._trimmed is not None:
+                raise EagleMRV2Error(
+                    f"{type(self._model).__name__} changes the logits of its head, which a trimmed one does not allow; "
+                    "leave draft_vocab out, or disable two_stage_argmax, so that it gets rows of the whole vocabulary."
+                )
+            self._draft_logits = None
+        if self._draft_logits is None:
+            return argmax_keys(self._compute(hidden_states), self.offsets)
+        logits = self._draft_logits(self._compute, hidden_states)
+        shard = self._draft_logits.shard(logits, self._num_rows)
+        if shard is None:
+            return argmax_keys(logits, self.offsets)
+
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        first, count = shard
+        keys = argmax_keys(logits, self.offsets, first_row=first, num_columns=count)
+        # Not every communicator of vLLM's takes integers; a gather copies bits whatever they mean.
+        gathered: torch.Tensor = tensor_model_parallel_all_gather(keys.view(torch.float32))
+        return gathered.view(torch.int64)
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of the whole head."""
+        if self.offsets is not None:
+            return len(self.offsets)
+        assert self._draft_logits is not None
+        rows: int = self._draft_logits.processor.org_vocab_size
+        return rows
+
+    def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         model = self._model
+        scatters = self.offsets is not None and self._trimmed is None
         logits: torch.Tensor
-        if self._trimmed is not None:
-            logits = self._trimmed.logits(hidden_states)
-        elif self.target_ids is None:
-            logits = model.compute_logits(hidden_states)
-        else:
+        if scatters:
             logits = model.logits_processor(model.lm_head, hidden_states)
+        else:
+            logits = model.compute_logits(hidden_states)
         return logits

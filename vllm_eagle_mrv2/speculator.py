@@ -85,9 +85,12 @@ class DraftHost(Protocol):
     def sample(
         self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
     ) -> torch.Tensor:
-        """Draft tokens [n] int64 of step ``draft_step`` from hidden states [n, H].
+        """Draft from hidden states [n, H] for step ``draft_step``.
 
         Probabilistic drafting also stores the logits in the row of each request, unless ``keep_logits`` is off.
+
+        Returns:
+            [n] int64 tokens, or [n, m] int64 keys of `argmax_keys`, of which the next kernel takes the best.
         """
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
@@ -102,7 +105,7 @@ class DraftHost(Protocol):
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:
         """Bring slot mappings and metadata up to date by device work alone."""
 
-    def prepare_fused_replay(self) -> None:
+    def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         """Called before the replay of a graph that holds all draft decodes."""
 
     def replay_prefill(self, run: GraphRun) -> None: ...
@@ -177,7 +180,7 @@ class DraftLoop:
         if batch.dummy_run:
             # The rows name no request: without live ones, nothing is looked up or kept for them.
             self.buffers.live_reqs.zero_()
-        self.host.prepare_fused_replay()
+        self.host.prepare_fused_replay(batch, run)
         self.host.replay_prefill(run)
 
     def _run_prefill(self, batch: DraftBatch, run: GraphRun, num_tokens: int) -> None:
@@ -199,6 +202,7 @@ class DraftLoop:
                 run.num_tokens_across_dp,
                 run.mode,
                 batch.mm_inputs,
+                drafts=batch.num_draft_tokens > 0,
             )
         host.on_prefill_end(batch.num_reqs)
 
@@ -219,7 +223,6 @@ class DraftLoop:
         host = self.host
         host.on_prefill_end(num_reqs)
         host.on_multi_step_decode_begin(num_reqs)
-        self._prepare_decodes(num_reqs)
         self.decode_all(*decodes, mode, self.config.num_draft_tokens)
         host.on_multi_step_decode_end(num_reqs)
         host.on_prefill_begin(num_reqs)  # as the next pass expects it
@@ -233,23 +236,31 @@ class DraftLoop:
         num_tokens_across_dp: Any,
         mode: Any,
         mm_inputs: Any = None,
+        drafts: bool = True,
     ) -> None:
-        """Draft prefill: forward over the target's batch, and the first draft token; FULL graphs hold all of it."""
-        buffers = self.buffers
+        """Draft prefill: forward over the target's batch, the first draft token, and what the first decode starts from.
+
+        FULL graphs hold all of it.  A batch that drafts nothing runs for its keys and values alone.
+        """
+        buffers, config = self.buffers, self.config
         for_head, for_next_step = self.host.run_draft_model(
             num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, mm_inputs
         )
-        last = buffers.last_token_indices[:num_reqs]
-        last_for_head = for_head[last]
-        buffers.draft_tokens[:num_reqs, 0] = self.host.sample(
-            last_for_head, buffers.sample_positions[:num_reqs], buffers.idx_mapping[:num_reqs], keep_logits=True
+        if not drafts:
+            return
+        drafted = self.host.sample(
+            for_head[buffers.last_token_indices[:num_reqs]],
+            buffers.sample_positions[:num_reqs],
+            buffers.idx_mapping[:num_reqs],
+            keep_logits=True,
         )
-        buffers.hidden_states[:num_reqs] = last_for_head if for_next_step is for_head else for_next_step[last]
+        prepare_decode_inputs(
+            buffers, drafted, for_next_step, num_reqs, config.max_model_len, sample_offset=config.sample_offset
+        )
 
     def _run_decodes(self, batch: DraftBatch) -> None:
         host = self.host
         host.begin_decode(batch)
-        self._prepare_decodes(batch.num_reqs)
         run = host.dispatch_decode(batch)
         host.on_multi_step_decode_begin(batch.num_reqs)
         if host.decodes_fused(run):
@@ -258,13 +269,9 @@ class DraftLoop:
             self._decode_by_steps(batch, run)
         host.on_multi_step_decode_end(batch.num_reqs)
 
-    def _prepare_decodes(self, num_rows: int) -> None:
-        config = self.config
-        prepare_decode_inputs(self.buffers, num_rows, config.max_model_len, sample_offset=config.sample_offset)
-
     def _decode_fused(self, batch: DraftBatch, run: GraphRun) -> None:
         if run.full:
-            self.host.prepare_fused_replay()
+            self.host.prepare_fused_replay(batch, run)
             self.host.replay_decode(run)
             return
         attn_metadata, slot_mappings = (None, None)
@@ -326,20 +333,19 @@ class DraftLoop:
         mode: Any,
         num_draft_tokens: int,
     ) -> None:
-        """One draft decode and the update to the next; the step is data on the device, so one graph serves all."""
+        """One draft decode and the update to the next; the step is data on the device, so that one graph serves all."""
         buffers = self.buffers
         self.host.before_forward(num_reqs)
         for_head, for_next_step = self.host.run_draft_model(
             num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode
         )
-        sampled = self.host.sample(
+        drafted = self.host.sample(
             for_head[:num_reqs],
             buffers.sample_positions[:num_reqs],
             buffers.idx_mapping[:num_reqs],
             keep_logits=self._keep_decode_logits,
         )
-        update_after_step(buffers, sampled, for_next_step, num_reqs, num_draft_tokens, self.config.max_model_len)
-        buffers.draft_step.add_(1)
+        update_after_step(buffers, drafted, for_next_step, num_reqs, num_draft_tokens, self.config.max_model_len)
 
     def reset_for_capture(self, step: int) -> None:
         """Bring what a dummy run left behind back into range before a warm-up or capture pass of a step."""

@@ -41,8 +41,8 @@ def test_a_draft_vocabulary_is_not_scattered(monkeypatch: pytest.MonkeyPatch) ->
         model = speculator_of(llm).model
         head = speculator_of(llm)._head
         assert head is not None
-        assert head.target_ids is not None
-        assert len(head.target_ids) < model.config.vocab_size
+        assert head.offsets is not None
+        assert len(head.offsets) < model.config.vocab_size
 
         def scattered(*args: object) -> None:
             raise AssertionError("a full row was made")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +42,7 @@ class Stock:
     def set_attn(self, *supports: Any) -> None:
         host: Any = self
         host.seen = host.vllm_config.compilation_config.cudagraph_mode
+        host.sized = host.in_decode_sizes
         host.attn_groups = [
             [SimpleNamespace(kv_cache_spec=None, get_metadata_builder=lambda i, each=each: self._builder(each))]
             for each in supports
@@ -52,13 +55,21 @@ class Stock:
 
 class Host(StockHost, Stock):
     prefill_manager_class = decode_manager_class = Manager  # type: ignore[assignment]
+    in_decode_sizes = False
 
-    def __init__(self, asked: Any, disable: set[Behaviour], enforce_eager: bool) -> None:
+    def __init__(self, asked: Any, disable: set[Behaviour], enforce_eager: bool, dp_size: int) -> None:
+        self.dp_size = dp_size
         self.options = Options(disable=frozenset(disable))
         self.request: Any = SimpleNamespace(enforce_eager=enforce_eager)
         self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=asked))
         self.num_speculative_steps, self.device = 3, None  # type: ignore[assignment]
         self._asked_mode, self._target_mode, self._announced, self._filters = asked, None, True, False
+
+    @contextmanager
+    def _decode_capture_sizes(self) -> Iterator[None]:
+        self.in_decode_sizes = True
+        yield
+        self.in_decode_sizes = False
 
 
 def modes(
@@ -67,10 +78,11 @@ def modes(
     *supports: Any,
     disable: Behaviour | None = None,
     enforce_eager: bool = False,
+    dp_size: int = 1,
     builders_first: bool = True,
 ) -> tuple[Any, Any]:
     """Graph modes of draft prefill and of draft decode."""
-    host = Host(asked, set() if disable is None else {disable}, enforce_eager)
+    host = Host(asked, set() if disable is None else {disable}, enforce_eager, dp_size)
     config = host.vllm_config.compilation_config
     config.cudagraph_mode = target
     if builders_first:
@@ -79,7 +91,9 @@ def modes(
     if not builders_first:
         host.set_attn(*supports)
     assert config.cudagraph_mode is target
-    assert host.seen is (target if disable is Behaviour.DRAFT_GRAPHS_BY_SUPPORT else asked)
+    as_stock = disable is Behaviour.DRAFT_GRAPHS_BY_SUPPORT or enforce_eager or dp_size > 1
+    assert host.seen is (target if as_stock else asked)
+    assert host.sized, "a builder prepares for the sizes that its graphs will have"
     return host.prefill_cudagraph_manager.mode, host.decode_cudagraph_manager.mode
 
 
@@ -114,3 +128,8 @@ def test_other_modes(asked: Any, target: Any, supports: list[Any], wanted: tuple
 
 def test_an_eager_draft_has_none() -> None:
     assert modes(BOTH, PIECEWISE, SINGLE_TOKEN, enforce_eager=True) == (NONE, NONE)
+
+
+def test_data_parallel_ranks_have_what_stock_has() -> None:
+    """A rank without a graph makes the others run eagerly, at sizes of which a builder would keep buffers."""
+    assert modes(BOTH, PIECEWISE, SINGLE_TOKEN, dp_size=2) == (PIECEWISE, NONE)

@@ -12,8 +12,12 @@ from vllm_eagle_mrv2.kernels.greedy import argmax_keys, argmax_reference, best_t
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def argmax(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
-    return best_tokens(argmax_keys(logits, target_ids))
+def argmax(logits: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+    return best_tokens(argmax_keys(logits, offsets))
+
+
+def offsets_to(target_ids: torch.Tensor) -> torch.Tensor:
+    return target_ids - torch.arange(len(target_ids), device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -65,12 +69,33 @@ def test_the_draft_vocabulary_maps_to_the_targets(rows: int, ordered: bool) -> N
     if ordered:
         target_ids = target_ids.sort().values
     logits = torch.randn(rows, 5000, device=DEVICE).to(torch.bfloat16)
-    assert argmax(logits, target_ids).tolist() == argmax_reference(logits, target_ids).tolist()
+    offsets = offsets_to(target_ids)
+    assert argmax(logits, offsets).tolist() == argmax_reference(logits, offsets).tolist()
 
 
-def test_keys_of_shards_reduce_together() -> None:
-    """What tensor-parallel ranks exchange: a key each instead of the logits."""
-    logits = torch.randn(3, 9000, device=DEVICE).to(torch.bfloat16)
-    tokens = torch.arange(9000, device=DEVICE)
-    shards = [argmax_keys(logits[:, part], tokens[part]).amax(-1, keepdim=True) for part in tokens.split(4500)]
-    assert best_tokens(torch.cat(shards, dim=-1)).tolist() == logits.argmax(-1).tolist()
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("width", [4544, 2048])
+def test_keys_of_shards_reduce_together(mapped: bool, width: int) -> None:
+    """What tensor-parallel ranks exchange: a key for each block instead of the logits; the last shard is padded."""
+    columns = 2 * width - 88
+    head = torch.randn(3, columns, device=DEVICE).to(torch.bfloat16)
+    padded = torch.full((3, 2 * width), 99.0, dtype=torch.bfloat16, device=DEVICE)
+    padded[:, :columns] = head
+    offsets = offsets_to(torch.randperm(20_000, device=DEVICE)[:columns]) if mapped else None
+    shards = [
+        argmax_keys(
+            padded[:, first : first + width],
+            offsets,
+            first_row=first,
+            num_columns=min(columns - first, width),
+        )
+        for first in (0, width)
+    ]
+    keys = torch.cat(shards, dim=-1)
+    assert best_tokens(keys).tolist() == argmax_reference(head, offsets).tolist()
+
+
+def test_a_shard_of_padding_alone() -> None:
+    logits = torch.randn(2, 300, device=DEVICE)
+    keys = torch.cat([argmax_keys(logits), argmax_keys(logits + 9, first_row=300, num_columns=0)], dim=-1)
+    assert best_tokens(keys).tolist() == logits.argmax(-1).tolist()

@@ -15,6 +15,7 @@ import torch
 
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs, prepare_decode_inputs_reference
+from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_prefill_inputs_reference
 from vllm_eagle_mrv2.kernels.step_update import update_after_step, update_after_step_reference
 
@@ -57,7 +58,7 @@ def poisoned(
         last_token_indices=full(max_num_reqs, dtype=torch.int64),
         sample_positions=full(max_num_reqs, dtype=torch.int64),
         draft_tokens=full(max_num_reqs, num_draft_tokens, dtype=torch.int64),
-        draft_step=torch.tensor(SENTINEL, dtype=torch.int64, device=DEVICE),
+        draft_step=full(max_num_reqs, dtype=torch.int64),
         num_rejected=full(max_num_reqs, dtype=torch.int32),
         live_reqs=torch.tensor(SENTINEL, dtype=torch.int32, device=DEVICE),
         top_k=full(max_num_reqs, dtype=torch.int32),
@@ -191,7 +192,7 @@ def test_prefill_inputs_by_hand() -> None:
     assert buffers.sample_positions.tolist() == [52, 3, 8, 0, 0]
     assert buffers.seeds.tolist() == [70, gone, 72, gone, 74]
     torch.testing.assert_close(buffers.temperature.cpu(), torch.tensor([0.0, gone, 0.2, gone, 0.4]))
-    assert buffers.draft_step.item() == 0
+    assert buffers.draft_step.tolist() == [0] * 5
     assert (buffers.draft_tokens == gone).all()
     assert (buffers.hidden_states == gone).all()
 
@@ -229,29 +230,35 @@ def test_prefill_inputs_without_padded_idx_mapping(dummy_run: bool) -> None:
     assert_same(actual, expected)
 
 
-def after_prefill(batch: DraftBatch, buffers: DraftBuffers, sample_offset: int) -> None:
-    """Bring buffers to where a draft prefill leaves them."""
-    prepare_prefill_inputs_reference(buffers, batch, sample_offset=sample_offset)
+def drafted(num_rows: int, form: str) -> torch.Tensor:
+    """Draft tokens of rows, as they are or as `argmax_keys` of logits."""
     generator = torch.Generator().manual_seed(1)
-    buffers.draft_tokens[: batch.num_reqs, 0] = torch.randint(0, 30_000, (batch.num_reqs,), generator=generator).to(
-        DEVICE
-    )
+    if form == "tokens":
+        return torch.randint(0, 30_000, (num_rows,), generator=generator).to(DEVICE)
+    return argmax_keys(torch.randn(num_rows, 5 * 2048 + 1, generator=generator).to(DEVICE))
 
 
 @pytest.mark.parametrize("sample_offset", [0, 1])
 @pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
 @pytest.mark.parametrize("num_draft_tokens", [1, 3], ids="K={}".format)
 @pytest.mark.parametrize("rows", ["live", "a graph's", "fewer"])
-def test_decode_inputs(case: dict[str, Any], num_draft_tokens: int, sample_offset: int, rows: str) -> None:
+@pytest.mark.parametrize("form", ["tokens", "keys"])
+def test_decode_inputs(
+    case: dict[str, Any], num_draft_tokens: int, sample_offset: int, rows: str, form: str
+) -> None:
     batch = target_batch(**case)
-    before = poisoned(case.get("max_num_reqs", 8), batch.num_tokens_padded + 16, num_draft_tokens=num_draft_tokens)
-    after_prefill(batch, before, sample_offset)
+    max_num_reqs = case.get("max_num_reqs", 8)
+    num_rows = {"live": batch.num_reqs, "a graph's": min(max_num_reqs, 40), "fewer": max(batch.num_reqs - 1, 1)}[rows]
+    before = poisoned(max_num_reqs, batch.num_tokens_padded + 48, num_draft_tokens=num_draft_tokens, hidden_size=1027)
+    prepare_prefill_inputs_reference(before, batch, sample_offset=sample_offset)
     before.query_start_loc.fill_(SENTINEL)
+    before.last_token_indices[batch.num_reqs :] = 0
+    feedback = torch.randn(batch.num_tokens_padded, 2060, device=DEVICE)[:, 3:1030]
+    first = drafted(num_rows, form)
     actual, expected = clone(before), clone(before)
 
-    num_rows = {"live": batch.num_reqs, "a graph's": before.max_num_reqs, "fewer": max(batch.num_reqs - 1, 1)}[rows]
-    prepare_decode_inputs(actual, num_rows, MAX_LEN, sample_offset=sample_offset)
-    prepare_decode_inputs_reference(expected, num_rows, MAX_LEN, sample_offset=sample_offset)
+    prepare_decode_inputs(actual, first, feedback, num_rows, MAX_LEN, sample_offset=sample_offset)
+    prepare_decode_inputs_reference(expected, first, feedback, num_rows, MAX_LEN, sample_offset=sample_offset)
 
     assert_same(actual, expected)
 
@@ -260,14 +267,19 @@ def test_decode_inputs(case: dict[str, Any], num_draft_tokens: int, sample_offse
 @pytest.mark.parametrize("num_rows", [3, 4, 5])
 def test_decode_inputs_by_hand(sample_offset: int, num_rows: int) -> None:
     """Three requests of a model of 100 positions: one that lost 2 tokens, one at the very end, one just before it."""
-    buffers = poisoned(5, 8)
+    buffers = poisoned(5, 8, hidden_size=2)
     buffers.live_reqs.fill_(3)
     buffers.seq_lens[:3], buffers.num_rejected[:3] = ints([54, 100, 99]), ints([2, 0, 0])
-    buffers.draft_tokens[:3, 0] = ints([7, 8, 9], torch.int64)
+    buffers.last_token_indices[:] = ints([1, 4, 5, 0, 0], torch.int64)
     buffers.sample_positions[:3] = ints([51, 99, 98], torch.int64) + sample_offset
-    prepare_decode_inputs(buffers, num_rows, 100, sample_offset=sample_offset)
+    first = ints([7, 8, 9, 10, 11][:num_rows], torch.int64)
+    feedback = torch.arange(6.0, device=DEVICE)[:, None].expand(6, 2)
+    prepare_decode_inputs(buffers, first, feedback, num_rows, 100, sample_offset=sample_offset)
 
     gone = SENTINEL
+    padded = [gone] * (5 - num_rows)
+    assert buffers.draft_tokens.tolist() == [[token, gone, gone] for token in [*first.tolist(), *padded]]
+    assert buffers.hidden_states[:, 0].tolist() == [1, 4, 5, 0, 0][:num_rows] + padded + [gone] * 3
     assert buffers.input_ids.tolist() == [7, 8, 9] + [gone] * 5
     assert buffers.positions.tolist() == [52, 99, 99] + [gone] * 5
     assert buffers.seq_lens.tolist() == [53, 100, 100, 0, 0]
@@ -279,13 +291,18 @@ def test_decode_inputs_by_hand(sample_offset: int, num_rows: int) -> None:
         gone,
         gone,
     ]
-    assert buffers.draft_step.item() == 1
+    assert buffers.draft_step.tolist() == [1] * 5
 
 
 def decoding(
-    num_rows: int, step: int, *, hidden_size: int = 8, hidden_dtype: torch.dtype = torch.float32
+    num_rows: int,
+    step: int,
+    *,
+    hidden_size: int = 8,
+    hidden_dtype: torch.dtype = torch.float32,
+    form: str = "tokens",
 ) -> tuple[DraftBuffers, torch.Tensor, torch.Tensor]:
-    """Buffers in the middle of decodes, sampled tokens, and hidden states of two rows more than needed."""
+    """Buffers in the middle of decodes, draft tokens, and hidden states of two rows more than needed."""
     buffers = poisoned(8, 12, hidden_size=hidden_size, hidden_dtype=hidden_dtype)
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(1, MAX_LEN, (num_rows,), generator=generator)
@@ -294,16 +311,16 @@ def decoding(
     buffers.positions[:num_rows] = lengths.to(DEVICE) - 1
     buffers.sample_positions[:num_rows] = lengths.to(DEVICE)
     buffers.draft_step.fill_(step)
-    sampled = torch.randint(0, 30_000, (num_rows,), generator=generator).to(DEVICE)
     feedback = torch.randn(num_rows + 2, hidden_size, generator=generator).to(DEVICE, hidden_dtype)
-    return buffers, sampled, feedback
+    return buffers, drafted(num_rows, form), feedback
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 9])
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3], ids="K={}".format)
-def test_update(num_rows: int, step: int, num_draft_tokens: int) -> None:
-    before, sampled, feedback = decoding(num_rows, step)
+@pytest.mark.parametrize("form", ["tokens", "keys"])
+def test_update(num_rows: int, step: int, num_draft_tokens: int, form: str) -> None:
+    before, sampled, feedback = decoding(num_rows, step, form=form)
     before.seq_lens[num_rows - 1] = 0  # a padded row
     actual, expected = clone(before), clone(before)
 
@@ -338,7 +355,7 @@ def test_update_reads_feedback_by_its_stride() -> None:
 
 
 def test_update_by_hand() -> None:
-    """Rows in the middle, at the limit and padded, of a model of 100 positions; the step is advanced by the caller."""
+    """Rows in the middle, at the limit and padded, of a model of 100 positions."""
     buffers = poisoned(4, 6, hidden_size=2)
     buffers.positions[:3] = ints([9, 99, 0], torch.int64)
     buffers.sample_positions[:3] = ints([10, 102, 0], torch.int64)
@@ -353,7 +370,7 @@ def test_update_by_hand() -> None:
     assert buffers.sample_positions.tolist() == [11, 103, 1, gone]
     assert buffers.seq_lens.tolist() == [11, 100, 0, gone]
     assert buffers.hidden_states[:4].tolist() == [[1, 1]] * 3 + [[gone, gone]]
-    assert buffers.draft_step.item() == 1
+    assert buffers.draft_step.tolist() == [2, 2, 2, 1]
 
 
 def test_last_step_only_records() -> None:
@@ -363,13 +380,15 @@ def test_last_step_only_records() -> None:
 
     expected = clone(before)
     expected.draft_tokens[:3, 2] = sampled
+    expected.draft_step[:3] += 1
     assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("step", [3, 4])
-def test_steps_beyond_the_last_write_nothing(step: int) -> None:
+def test_steps_beyond_the_last_write_nothing_else(step: int) -> None:
     before, sampled, feedback = decoding(3, step)
     actual = clone(before)
     update_after_step(actual, sampled, feedback, 3, 3, MAX_LEN)
 
+    before.draft_step[:3] += 1
     assert_same(actual, before)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 
@@ -23,6 +24,7 @@ class Speculator(StockHost):
 
     def capture(self) -> None:
         self.captures += 1
+        self.graph_scratch = None
 
 
 class TakesInputs(runner_seams.TakesTargetInputs, Speculator):
@@ -37,6 +39,12 @@ class Runner:
         self.sampler = SimpleNamespace(sampling_states="states")
         self.input_buffers, self.attn_groups = "buffers", "groups"
         self.cudagraph_manager = SimpleNamespace(needs_capture=lambda: target_graphs)
+        self.kv_connector = SimpleNamespace(reset_capture_state=lambda: setattr(self, "reset", True))
+        self.reset = False
+        self.block_tables = SimpleNamespace(sizes=torch.tensor([7]), count=1)
+
+    def post_kv_cache_wake_up(self) -> None:
+        self.block_tables.sizes = torch.tensor([16])
 
     def initialize_kv_cache(self, config: Any) -> str:
         return f"result of {config}"
@@ -50,7 +58,7 @@ class Runner:
 
 @pytest.fixture(autouse=True)
 def seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("initialize_kv_cache", "capture_model"):
+    for name in ("initialize_kv_cache", "capture_model", "post_kv_cache_wake_up"):
         monkeypatch.setattr(Runner, name, getattr(Runner, name))  # undone after the test
     monkeypatch.setattr(runner_seams, "GPUModelRunner", Runner)
     monkeypatch.setattr(runner_seams.torch.cuda, "mem_get_info", iter([(500, 0), (430, 0)]).__next__)
@@ -70,8 +78,35 @@ def test_what_is_handed_over(speculator: Any) -> None:
 
 def test_a_draft_whose_target_has_no_graphs() -> None:
     speculator = Speculator()
-    assert Runner(speculator, target_graphs=False).capture_model() == 70
+    runner = Runner(speculator, target_graphs=False)
+    assert runner.capture_model() == 70
     assert speculator.captures == 1
+    assert runner.reset
+
+
+def test_graphs_keep_their_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's workspace is replaced when an eager pass needs a larger one."""
+    from vllm.v1.worker import workspace
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    manager = workspace.WorkspaceManager(torch.device("cpu"))
+    (used_by_graphs,) = manager.get_simultaneous(((64,), torch.uint8))
+    monkeypatch.setattr(workspace, "_manager", manager)
+    speculator = Speculator()
+    Runner(speculator, target_graphs=False).capture_model()
+    manager.get_simultaneous(((4096,), torch.uint8))
+    (kept,) = speculator.graph_scratch
+    assert kept.untyped_storage().data_ptr() == used_by_graphs.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_graphs_find_the_block_tables_after_a_sleep(ours: bool) -> None:
+    """Captured slot mappings are computed from these very tensors."""
+    runner = Runner(Speculator() if ours else SimpleNamespace(), target_graphs=True)
+    captured = runner.block_tables.sizes
+    runner.post_kv_cache_wake_up()
+    assert runner.block_tables.sizes.tolist() == [16]
+    assert (runner.block_tables.sizes is captured) is ours
 
 
 @pytest.mark.parametrize(

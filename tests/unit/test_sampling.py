@@ -51,6 +51,22 @@ def test_what_is_stored(vocab: int, mapping: list[int], after_temperature: bool,
     assert bool((probabilities[torch.arange(len(mapping)), sampled] > 0).all())
 
 
+@pytest.mark.parametrize("mapping", [[1, 3, 5], [0, 2, 4]], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("fp64", [False, True])
+def test_nan_never_wins(mapping: list[int], fp64: bool) -> None:
+    """Nor does a lane beyond the vocabulary beside it: three blocks make four lanes, the last of them short."""
+    vocab = 2 * 4096 + 5
+    logits = torch.randn(3, vocab)
+    logits[0] = torch.nan
+    logits[1, 4096:] = torch.nan
+    logits[2, :] = -torch.inf
+    logits[2, 8] = 0.0
+    sampled, _ = draw(logits, mapping, fp64=fp64)
+    assert sampled[0] == 0
+    assert 0 <= sampled[1] < 4096
+    assert sampled[2] == 8
+
+
 @pytest.mark.parametrize("fp64", [False, True])
 def test_what_is_drawn(fp64: bool) -> None:
     """Many draws against the probabilities: chi-square with 5 degrees of freedom."""

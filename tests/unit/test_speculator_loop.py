@@ -139,7 +139,7 @@ def make_buffers(num_draft_tokens: int) -> DraftBuffers:
         last_token_indices=used(MAX_NUM_REQS),
         sample_positions=used(MAX_NUM_REQS),
         draft_tokens=used(MAX_NUM_REQS, num_draft_tokens),
-        draft_step=used(),
+        draft_step=used(MAX_NUM_REQS),
         num_rejected=used(MAX_NUM_REQS, dtype=torch.int32),
         live_reqs=used(dtype=torch.int32),
         top_k=used(MAX_NUM_REQS, dtype=torch.int32),
@@ -220,7 +220,7 @@ class ToyHost:
         self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
     ) -> torch.Tensor:
         assert hidden_states.shape[0] == positions.shape[0] == idx_mapping.shape[0]
-        self.sampled.append((int(self.loop.buffers.draft_step), keep_logits))
+        self.sampled.append((int(self.loop.buffers.draft_step[0]), keep_logits))
         return toy_sampler(hidden_states[:, 0].long(), positions)
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
@@ -243,7 +243,7 @@ class ToyHost:
         self.lengths_at_builds.append(self.loop.buffers.seq_lens[:num_reqs].tolist())
         self.positions_at_builds.append(self.loop.buffers.positions[:num_reqs].tolist())
 
-    def prepare_fused_replay(self) -> None:
+    def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         self.calls.append(("prepare_fused_replay",))
 
     def replay_prefill(self, run: GraphRun) -> None:
@@ -313,8 +313,9 @@ def test_fewer_tokens_than_configured(asked: int, refreshes: bool) -> None:
     host = ToyHost(refreshes)
     drafts = loop_on(host, 4).propose(batch_of(ROWS, asked))
     assert drafts[:, :asked].tolist() == [drafted[:asked] for drafted in expected_drafts(ROWS, 4, 0)]
-    assert (drafts[:, max(asked, 1) :] == 1).all()  # as an earlier batch left them
+    assert (drafts[:, asked:] == 1).all()  # as an earlier batch left them
     assert len(host.named("forward")) == max(asked, 1)
+    assert len(host.sampled) == asked
 
 
 # What the host is asked for
@@ -530,6 +531,6 @@ def test_reset_for_capture(step: int) -> None:
     loop.propose(batch_of(ROWS, 4, dummy_run=True))
     loop.reset_for_capture(step)
     buffers = loop.buffers
-    assert int(buffers.draft_step) == step
+    assert buffers.draft_step.tolist() == [step] * MAX_NUM_REQS
     for buffer in (buffers.last_token_indices, buffers.idx_mapping, buffers.sample_positions):
         assert not buffer.any()

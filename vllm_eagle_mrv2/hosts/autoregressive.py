@@ -52,7 +52,6 @@ class AutoRegressiveHost(FollowsSchedule, FusedHost):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._rebuild_before_replay = True
-        self._decode: tuple[DraftBatch, GraphRun] | None = None  # what the next replay is for, until it is rebuilt
 
     def _decode_capture_sizes(self) -> AbstractContextManager[None]:
         return hidden_schedule(self.speculative_config)
@@ -73,10 +72,7 @@ class AutoRegressiveHost(FollowsSchedule, FusedHost):
         if batch.dummy_run and _SLOTS_FOR_IDLE_ROWS:
             # Rows without tokens get no slots, here and in a graph.
             self.loop.buffers.query_start_loc.zero_()
-        run = super().dispatch_decode(batch)
-        if run.full and self.refreshes_in_graph and self._rebuild_before_replay:
-            self._decode = (batch, run)
-        return run
+        return super().dispatch_decode(batch)
 
     def decode_dp_sync(self, batch: DraftBatch) -> tuple[Any, int]:
         return super().decode_dp_sync(batch) if _KNOWS_DECODE_DP_SYNC else (None, batch.num_reqs)
@@ -102,9 +98,7 @@ class AutoRegressiveHost(FollowsSchedule, FusedHost):
             **layout,
         )
 
-    def prepare_fused_replay(self) -> None:
-        if self._decode is not None:
-            batch, run = self._decode
-            self._decode = None
+    def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
+        if self._rebuild_before_replay:
             self.compute_slot_mappings(batch.num_reqs, run.num_tokens)
             self.uniform_metadata(batch, run, step=1)

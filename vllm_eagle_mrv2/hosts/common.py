@@ -19,6 +19,7 @@ from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, PrefillCapture, decode_mode
+from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.head import DraftHead
@@ -36,6 +37,7 @@ class StockHost:
     """What the release's sampler takes as position: the last token's (0), or the one after it (1)."""
     greedy_is_argmax = True
     """Whether the release's drafts are an argmax, where no logits are kept."""
+    _draft_logits: DraftLogits | None = None
     _trimmed: TrimmedHead | None = None
     prefill_manager_class: type[PrefillCapture]
     decode_manager_class: type[DecodeCapture]
@@ -52,6 +54,7 @@ class StockHost:
     target_input_buffers: Any
     target_attn_groups: Any
     sampling_states: Any = None  # of the target's sampler
+    graph_scratch: Any = None  # kept for the graphs of a draft whose target has none
     input_buffers: Any
     temperature: torch.Tensor
     seeds: torch.Tensor
@@ -83,6 +86,8 @@ class StockHost:
         self._target_mode: Any = None  # what it then is
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         stock: Any = self
+        draft_step = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+        self.current_draft_step = draft_step[0]  # as the release's sampler wants it
         self.loop = DraftLoop(
             cast(DraftHost, self),  # a release's subclass completes it
             DraftConfig(
@@ -103,7 +108,7 @@ class StockHost:
                 last_token_indices=stock.last_token_indices,
                 sample_positions=torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device),
                 draft_tokens=stock.draft_tokens,
-                draft_step=self.current_draft_step,
+                draft_step=draft_step,
                 num_rejected=torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device),
                 live_reqs=torch.zeros((), dtype=torch.int32, device=device),
                 top_k=torch.full((self.max_num_reqs,), 2**31 - 1, dtype=torch.int32, device=device),
@@ -118,10 +123,12 @@ class StockHost:
     def load_model(self, target_model: Any) -> None:
         """Load the draft; its head is trimmed where ``draft_vocab`` asks for it."""
         super().load_model(target_model)  # type: ignore[misc]
+        local = self.options.enabled(Behaviour.LOCAL_ARGMAX)
+        self._draft_logits = DraftLogits.of(self.model, target_model, local=local)
         if self.request.draft_tokens is not None:
             from vllm_eagle_mrv2.hosts import weight_updates
 
-            self._trimmed = TrimmedHead(self.model, target_model, self.request.draft_tokens, self.device)
+            self._trimmed = TrimmedHead.of(self.model, self._draft_logits, self.request.draft_tokens, self.device)
             weight_updates.install()
 
     def renew_copied_weights(self) -> None:
@@ -193,11 +200,12 @@ class StockHost:
         """Make the draft's metadata builders; vLLM may call this again."""
         compilation = self.vllm_config.compilation_config
         fitted = compilation.cudagraph_mode
-        if self.options.enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT):
-            # Builders of some backends prepare for graphs by this.
+        if self._decodes_by_support:
             compilation.cudagraph_mode = self._asked_mode
         try:
-            super().set_attn(*args, **kwargs)  # type: ignore[misc]
+            # Builders of some backends prepare for graphs, by their mode and by their sizes.
+            with self._decode_capture_sizes():
+                super().set_attn(*args, **kwargs)  # type: ignore[misc]
         finally:
             compilation.cudagraph_mode = fitted
         if self._filters:
@@ -215,9 +223,9 @@ class StockHost:
             return
         enabled = self.options.enabled
         cudagraph_mode = decodes_by = self._target_mode
-        if self.request.enforce_eager and enabled(Behaviour.DRAFT_ENFORCE_EAGER):
+        if self._eager:
             cudagraph_mode = decodes_by = type(cudagraph_mode).NONE
-        elif enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT) and self._single_token_graphs():
+        elif self._decodes_by_support and self._single_token_graphs():
             decodes_by = self._asked_mode or decodes_by
         draft_decode_mode = decode_mode(decodes_by, full_decode_only=enabled(Behaviour.FULL_DECODE_ONLY))
         manager: Any = self.prefill_manager_class
@@ -236,6 +244,20 @@ class StockHost:
         if not self._announced:
             self._announced = True
             self._announce(cudagraph_mode, draft_decode_mode)
+
+    @property
+    def _eager(self) -> bool:
+        """Whether the draft alone is to run without graphs."""
+        return bool(self.request.enforce_eager) and self.options.enabled(Behaviour.DRAFT_ENFORCE_EAGER)
+
+    @property
+    def _decodes_by_support(self) -> bool:
+        """Whether the graphs of draft decodes follow from the draft's own attention backend.
+
+        Not where decodes may run eagerly at sizes that have graphs: a FlashInfer builder that is told of graphs keeps
+        buffers of 16 MiB for each size that it meets.  Data-parallel ranks make each other do so.
+        """
+        return self.options.enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT) and not self._eager and self.dp_size == 1
 
     def _single_token_graphs(self) -> bool:
         """Whether every attention backend of the draft supports graphs of one token a request."""
@@ -396,7 +418,7 @@ class StockHost:
         self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
     ) -> torch.Tensor:
         if self.draft_logits is None and self._head is not None:
-            return self._head.greedy(hidden_states)
+            return self._head.keys(hidden_states)
         stock: Any = self
         sampled: torch.Tensor = stock.sample_draft(
             hidden_states,
@@ -414,7 +436,7 @@ class StockHost:
         """What drafts greedily; None where the release's own sampler does, or something else reads the logits too."""
         estimator = getattr(self, "acceptance_estimator", None)  # of adaptive verification, from 0.30 on
         ours = self.greedy_is_argmax and self.options.enabled(Behaviour.TWO_STAGE_ARGMAX)
-        return DraftHead(self.model, self._trimmed) if ours and estimator is None else None
+        return DraftHead(self.model, self._draft_logits, self._trimmed) if ours and estimator is None else None
 
     def _filter_draft_logits(self) -> None:
         """Let the draft's logits pass the requests' top-k and top-p, whichever sampler takes them."""
@@ -437,7 +459,7 @@ class StockHost:
     def replay_decode(self, run: GraphRun) -> None:
         self.decode_cudagraph_manager.run_fullgraph(run.descriptor)
 
-    def prepare_fused_replay(self) -> None:
+    def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         """Nothing to do."""
 
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:

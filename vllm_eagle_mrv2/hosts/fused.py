@@ -88,7 +88,6 @@ class FusedHost(StockHost):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._draft_lengths = lengths_by_batch_size(self.speculative_config, self.max_num_reqs)
-        self._drafts_nothing = False
 
     def draft_logits_spec(self, vllm_config: Any) -> tuple[torch.dtype, float]:
         """dtype and fill of the stored draft logits; these releases keep them before temperature."""
@@ -101,10 +100,6 @@ class FusedHost(StockHost):
         # vLLM may have fitted the limit to the memory since the speculator was made.
         limit = self.vllm_config.model_config.max_model_len
         self.loop.config = dataclasses.replace(self.loop.config, max_model_len=limit)
-
-    def _propose(self, input_batch: Any, *batch: Any, num_draft_tokens: int | None = None, **how: Any) -> torch.Tensor:
-        self._drafts_nothing = num_draft_tokens == 0
-        return super()._propose(input_batch, *batch, num_draft_tokens=num_draft_tokens, **how)
 
     @property
     def decodes_follow_prefill(self) -> bool:
@@ -135,14 +130,6 @@ class FusedHost(StockHost):
         # Of a shard, to the whole batch; what is whole comes back as it is.
         restored: tuple[torch.Tensor, torch.Tensor] = self.pcp_manager.restore_draft_prefill(*hidden)
         return restored
-
-    def sample(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
-    ) -> torch.Tensor:
-        if self._drafts_nothing:
-            # The draft prefill ran for its keys and values alone.
-            return self.loop.buffers.draft_tokens[: hidden_states.shape[0], 0]
-        return super().sample(hidden_states, positions, idx_mapping, keep_logits)
 
     def begin_decode(self, batch: DraftBatch) -> None:
         if self.pcp_manager is not None and not batch.dummy_run:

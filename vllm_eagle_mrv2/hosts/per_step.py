@@ -68,7 +68,6 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
             )
         self._bound_lengths = self.options.enabled(Behaviour.LENGTHS_WITHOUT_SYNC)
         self._builders_capturable = False  # known once there are any, at capture
-        self._dummy_run = False
         self._capturing = False
 
     @contextlib.contextmanager
@@ -167,11 +166,10 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
             super().before_forward(num_tokens)
 
     def begin_decode(self, batch: DraftBatch) -> None:
-        self._dummy_run = batch.dummy_run
         self.before_forward(batch.num_reqs)
 
-    def prepare_fused_replay(self) -> None:
-        if self._dummy_run:
+    def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
+        if batch.dummy_run:
             # The rows of a dummy run name no request: without tokens, no block table is looked up for them.
             self.loop.buffers.query_start_loc.zero_()
 

@@ -1,11 +1,13 @@
 """What a speculator of ours needs of the target's runner beyond what vLLM hands it.
 
-Two more seams, made only in processes that build our speculator:
+Three more seams, made only in processes that build our speculator:
 
 * after ``GPUModelRunner.initialize_kv_cache``, which comes before every capture, it is given the requests' sampling
   parameters, and below 0.26 the target's buffers and attention groups, which 0.26 passes to ``set_attn`` (#48261);
 * after ``GPUModelRunner.capture_model``, which returns without asking the speculator where the target has nothing to
-  capture, as with an attention backend that has graphs for one token a request only: a draft decode has one.
+  capture, as with an attention backend that has graphs for one token a request only: a draft decode has one;
+* around ``GPUModelRunner.post_kv_cache_wake_up`` (0.22 to 0.28), which puts new tensors in the place of those that slot
+  mappings are computed from, while graphs of ours, and stock's own of 0.28, hold the addresses of the old ones.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from vllm_eagle_mrv2.hosts.common import StockHost
 from vllm_eagle_mrv2.seams import wrap
@@ -33,9 +36,11 @@ class TakesTargetInputs:
 
 
 def install() -> None:
-    """Wrap the two methods, once."""
+    """Wrap the methods, once."""
     wrap(GPUModelRunner, "initialize_kv_cache", lambda original: _followed_by(original, _hand_over))
     wrap(GPUModelRunner, "capture_model", lambda original: _followed_by(original, _capture))
+    if hasattr(GPUModelRunner, "post_kv_cache_wake_up"):
+        wrap(GPUModelRunner, "post_kv_cache_wake_up", _in_place)
 
 
 def _followed_by(original: Callable[..., Any], after: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -53,6 +58,21 @@ def _hand_over(runner: Any, result: Any) -> Any:
         speculator.target_input_buffers = runner.input_buffers
         speculator.target_attn_groups = runner.attn_groups
     return result
+
+
+def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the block tables' new tensors written where the old ones lie, whose memory is mapped again by then."""
+
+    def wrapped(self: Any) -> None:
+        tables = self.block_tables
+        old = {name: value for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
+        original(self)
+        if isinstance(self.speculator, StockHost):
+            for name, tensor in old.items():
+                tensor.copy_(getattr(tables, name))
+                setattr(tables, name, tensor)
+
+    return wrapped
 
 
 def _draft_workspace(runner: Any) -> AbstractContextManager[None]:
@@ -77,6 +97,12 @@ def _capture(runner: Any, size: int) -> int:
     start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
     with _draft_workspace(runner):
         speculator.capture()
+        if is_workspace_manager_initialized():
+            # Scratch memory of the graphs.  Stock forbids it to grow once there are graphs, and here it may: eager
+            # passes that need more get new memory, and the graphs go on with this.
+            speculator.graph_scratch = current_workspace_manager().get_simultaneous(((1,), torch.uint8))
+    if hasattr(runner.kv_connector, "reset_capture_state"):
+        runner.kv_connector.reset_capture_state()
     taken = int(free - torch.cuda.mem_get_info()[0])
     logger.info(
         "eagle_mrv2 captured the draft decodes of a target without graphs in %.0f s, %.2f GiB",

@@ -75,7 +75,7 @@ STOCK_ATTRIBUTES = (
 _LAYERS = "vllm.model_executor.layers"
 _VOCAB = f"{_LAYERS}.vocab_parallel_embedding"
 _HEAD = ("lm_head", "hidden_states", "embedding_bias")
-DRAFT_VOCAB: tuple[Symbol, ...] = (
+DRAFT_HEAD: tuple[Symbol, ...] = (
     Symbol("vllm.config.model", "ModelConfig.get_vocab_size", ()),
     Symbol(
         f"{_LAYERS}.logits_processor",
@@ -84,6 +84,7 @@ DRAFT_VOCAB: tuple[Symbol, ...] = (
         why="replaced on the draft's instance, called for EAGLE-3",
     ),
     Symbol(f"{_LAYERS}.logits_processor", "LogitsProcessor.get_top_tokens", _HEAD, why="replaced there too"),
+    Symbol(f"{_LAYERS}.logits_processor", "LogitsProcessor._gather_logits", ("logits",), why="replaced there too"),
     Symbol(f"{_LAYERS}.logits_processor", "LogitsProcessor.org_vocab_size"),
     Symbol(_VOCAB, "ParallelLMHead.__init__", ("num_embeddings", "embedding_dim", "params_dtype", "prefix")),
     Symbol(_VOCAB, "ParallelLMHead.weight_loader", ("param", "loaded_weight")),
@@ -94,15 +95,16 @@ DRAFT_VOCAB: tuple[Symbol, ...] = (
     Symbol(_VOCAB, "UnquantizedEmbeddingMethod.process_weights_after_loading", ("layer",)),
     Symbol(f"{_LAYERS}.linear", "UnquantizedLinearMethod"),
     Symbol("vllm.distributed.communication_op", "tensor_model_parallel_all_reduce", ("input_",)),
+    Symbol("vllm.distributed.communication_op", "tensor_model_parallel_all_gather", ("input_",)),
     Symbol("vllm.v1.worker.gpu_worker", "Worker.reload_weights", why="wrapped to copy rows again"),
     Symbol("vllm.v1.worker.gpu_worker", "Worker.update_weights", why="wrapped there", releases="<0.21"),
     Symbol("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", why="wrapped there", releases=">=0.22"),
     Symbol("vllm.v1.worker.gpu_worker", "Worker.model_runner"),
 )
-"""What a trimmed draft vocabulary takes (draft_vocab.py)."""
+"""What a greedy draft's head takes (draft_logits.py, draft_vocab.py)."""
 
 EVERYWHERE: tuple[Symbol, ...] = (
-    *DRAFT_VOCAB,
+    *DRAFT_HEAD,
     *(
         Symbol("vllm.engine.arg_utils", f"EngineArgs.{name}", why="wrapped to accept the method")
         for name in ("create_engine_config", "create_speculative_config", "add_cli_args")
@@ -121,6 +123,18 @@ EVERYWHERE: tuple[Symbol, ...] = (
         ("kv_cache_config",),
         why="wrapped to hand over what vLLM does not",
     ),
+    Symbol(
+        f"{GPU}.model_runner",
+        "GPUModelRunner.post_kv_cache_wake_up",
+        (),
+        why="wrapped for graphs that hold slot mappings",
+        releases=">=0.22,<0.29",
+    ),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.block_tables"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.kv_connector"),
+    Symbol("vllm.v1.worker.workspace", "is_workspace_manager_initialized", ()),
+    Symbol("vllm.v1.worker.workspace", "current_workspace_manager", ()),
+    Symbol("vllm.v1.worker.workspace", "WorkspaceManager.get_simultaneous"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.sampler"),
     Symbol(f"{GPU}.sample.sampler", "Sampler.sampling_states"),
     *(Symbol(f"{GPU}.sample.states", f"SamplingStates.{name}") for name in ("top_k", "top_p")),

@@ -1,4 +1,4 @@
-"""Inputs of the first draft decode from the outcome of the draft prefill, in one launch."""
+"""From the first draft tokens to the inputs of the first draft decode, in one launch that a graph can hold."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.buffers import DraftBuffers
+from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, padded_keys
 
 _BLOCK = 1024
 
@@ -14,36 +15,54 @@ _BLOCK = 1024
 # Batch sizes vary: a variant per value (1, multiples of 16) would be compiled in the middle of serving.
 @triton.jit(do_not_specialize=["num_rows", "max_num_reqs", "max_model_len"])
 def _decode_inputs_kernel(
-    draft_tokens_ptr,
-    draft_tokens_stride,
+    drafted_ptr,
+    num_keys,
+    feedback_ptr,
+    feedback_stride,
     num_rejected_ptr,
     live_reqs_ptr,
+    last_token_indices_ptr,
+    draft_tokens_ptr,
+    draft_tokens_stride,
     input_ids_ptr,
     positions_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     sample_positions_ptr,
+    hidden_states_ptr,
+    hidden_states_stride,
     draft_step_ptr,
+    hidden_size,
     num_rows,
     max_num_reqs,
     max_model_len,
+    KEYS: tl.constexpr,
     SAMPLE_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     live = tl.minimum(tl.load(live_reqs_ptr), num_rows)
     if row == num_rows:
         for start in range(0, max_num_reqs + 1, BLOCK):
             each = start + tl.arange(0, BLOCK)
             tl.store(query_start_loc_ptr + each, tl.minimum(each, live), mask=each < max_num_reqs + 1)
-            padded = (each >= live) & (each < max_num_reqs)
-            tl.store(seq_lens_ptr + each, 0, mask=padded)
-        tl.store(draft_step_ptr, 1)
+            inside = each < max_num_reqs
+            tl.store(seq_lens_ptr + each, 0, mask=inside & (each >= live))
+            tl.store(draft_step_ptr + each, 1, mask=inside)
         return
+
+    token = drafted_token(drafted_ptr, row, num_keys, KEYS)
+    tl.store(draft_tokens_ptr + row * draft_tokens_stride, token)
+    last = tl.load(last_token_indices_ptr + row)
+    for start in range(0, hidden_size, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < hidden_size
+        values = tl.load(feedback_ptr + last * feedback_stride + column, mask=inside)
+        tl.store(hidden_states_ptr + row * hidden_states_stride + column, values, mask=inside)
     if row >= live:
         return
 
-    tl.store(input_ids_ptr + row, tl.load(draft_tokens_ptr + row * draft_tokens_stride).to(tl.int32))
+    tl.store(input_ids_ptr + row, token.to(tl.int32))
     sample_position = tl.load(sample_positions_ptr + row)
     tl.store(sample_positions_ptr + row, sample_position + 1)
     # Drafts past max_model_len are never accepted; the clamp keeps their memory accesses inside the block table.
@@ -53,44 +72,71 @@ def _decode_inputs_kernel(
     tl.store(seq_lens_ptr + row, tl.minimum(seq_len, max_model_len))
 
 
-def prepare_decode_inputs(buffers: DraftBuffers, num_rows: int, max_model_len: int, *, sample_offset: int = 0) -> None:
-    """Turn the state after a draft prefill into the input of the first draft decode.
+def prepare_decode_inputs(
+    buffers: DraftBuffers,
+    drafted: torch.Tensor,
+    feedback: torch.Tensor,
+    num_rows: int,
+    max_model_len: int,
+    *,
+    sample_offset: int = 0,
+) -> None:
+    """Record the first draft tokens, and turn the state after a draft prefill into the input of the first draft decode.
 
-    Row ``i`` holds one token: the first draft, at the position after the request's last accepted token.  Beyond the
-    live requests ``query_start_loc`` repeats their number and ``seq_lens`` is 0.  ``draft_step`` becomes 1.  How many
-    are live is read on the device, so that a graph can hold this for batches of any size up to its own.
+    Row ``i`` then holds one token: the first draft, at the position after the request's last accepted token, with the
+    hidden state of that last token.  Beyond the live requests ``query_start_loc`` repeats their number and
+    ``seq_lens`` is 0.  ``draft_step`` becomes 1.  How many are live is read on the device, so that a graph can hold
+    this for batches of any size up to its own.
 
     Args:
-        buffers: the draft's buffers as `prepare_prefill_inputs` left them, with the first draft tokens; read and
-            written.
+        buffers: the draft's buffers as `prepare_prefill_inputs` left them; read and written.
+        drafted: [num_rows] int64 tokens, or [num_rows, m] int64 keys of `argmax_keys`.
+        feedback: [n, hidden_size], hidden states of the draft prefill that the next step starts from; not the buffer.
         num_rows: rows to make; requests beyond them count as padding.
         max_model_len: positions and lengths are clamped to it.
         sample_offset: as for `prepare_prefill_inputs`.
     """
     _decode_inputs_kernel[(num_rows + 1,)](
-        buffers.draft_tokens,
-        buffers.draft_tokens.stride(0),
+        drafted,
+        drafted.stride(0),
+        feedback,
+        feedback.stride(0),
         buffers.num_rejected,
         buffers.live_reqs,
+        buffers.last_token_indices,
+        buffers.draft_tokens,
+        buffers.draft_tokens.stride(0),
         buffers.input_ids,
         buffers.positions,
         buffers.query_start_loc,
         buffers.seq_lens,
         buffers.sample_positions,
+        buffers.hidden_states,
+        buffers.hidden_states.stride(0),
         buffers.draft_step,
+        feedback.shape[1],
         num_rows,
         buffers.max_num_reqs,
         max_model_len,
+        KEYS=padded_keys(drafted),
         SAMPLE_OFFSET=sample_offset,
         BLOCK=_BLOCK,
     )
 
 
 def prepare_decode_inputs_reference(
-    buffers: DraftBuffers, num_rows: int, max_model_len: int, *, sample_offset: int = 0
+    buffers: DraftBuffers,
+    drafted: torch.Tensor,
+    feedback: torch.Tensor,
+    num_rows: int,
+    max_model_len: int,
+    *,
+    sample_offset: int = 0,
 ) -> None:
     """`prepare_decode_inputs` in plain torch."""
     live = min(int(buffers.live_reqs), num_rows)
+    buffers.draft_tokens[:num_rows, 0] = best_tokens(drafted)
+    buffers.hidden_states[:num_rows] = feedback[buffers.last_token_indices[:num_rows]]
     last_positions = buffers.sample_positions[:live] - sample_offset
     buffers.input_ids[:live] = buffers.draft_tokens[:live, 0].to(torch.int32)
     buffers.positions[:live] = (last_positions + 1).clamp(max=max_model_len - 1)

@@ -101,12 +101,13 @@ def _histogram_kernel(
     mass = (tl.exp((logits - best) / temperature) * _UNIT).to(tl.int64)
     counts = histogram_ptr + row * 2 * BINS
     near = inside & (bins < BINS - 1)
-    tl.atomic_add(counts + bins, tl.full([BLOCK], 1, tl.int64), mask=near)
-    tl.atomic_add(counts + BINS + bins, mass, mask=near)
+    # Relaxed: the next kernel reads them, so nothing need be ordered, and each fence would stall a warp.
+    tl.atomic_add(counts + bins, tl.full([BLOCK], 1, tl.int64), mask=near, sem="relaxed")
+    tl.atomic_add(counts + BINS + bins, mass, mask=near, sem="relaxed")
     # Most tokens are far from the best: one addition for all of a block.
     far = inside & (bins == BINS - 1)
-    tl.atomic_add(counts + BINS - 1, tl.sum(far.to(tl.int64), axis=0))
-    tl.atomic_add(counts + 2 * BINS - 1, tl.sum(tl.where(far, mass, 0), axis=0))
+    tl.atomic_add(counts + BINS - 1, tl.sum(far.to(tl.int64), axis=0), sem="relaxed")
+    tl.atomic_add(counts + 2 * BINS - 1, tl.sum(tl.where(far, mass, 0), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -180,7 +181,7 @@ def filter_logits(
     grid = (num_rows, num_blocks)
     given = (logits, logits.stride(0), idx_mapping, temperature, top_k, top_p, best, histogram, vocab_size, num_blocks)
     _block_best_kernel[grid](*given, BINS=BINS, BLOCK=_BLOCK)
-    _histogram_kernel[grid](*given, BINS=BINS, BLOCKS=blocks, BLOCK=_BLOCK)
+    _histogram_kernel[grid](*given, BINS=BINS, BLOCKS=blocks, BLOCK=_BLOCK, num_warps=8)
     _mask_kernel[grid](*given, BINS=BINS, BLOCKS=blocks, BLOCK=_BLOCK)
 
 

@@ -64,15 +64,16 @@ def _prefill_inputs_kernel(
             if PAD:
                 tl.store(last_token_indices_ptr + padded, 0, mask=inside)
             tl.store(sample_positions_ptr + padded, 0, mask=inside)
+            tl.store(draft_step_ptr + padded, 0, mask=inside)
             if PAD_MAPPING:
                 tl.store(idx_mapping_ptr + padded, -1, mask=inside)
-        tl.store(draft_step_ptr, 0)
         tl.store(live_reqs_ptr, num_reqs)
         return
 
     start = tl.load(target_query_start_loc_ptr + row)
     num_rejected = tl.load(num_rejected_ptr + row)
     tl.store(draft_num_rejected_ptr + row, num_rejected)
+    tl.store(draft_step_ptr + row, 0)
     length = tl.load(target_query_start_loc_ptr + row + 1) - start - num_rejected
     state = tl.load(target_idx_mapping_ptr + row).to(tl.int64)
     tl.store(query_start_loc_ptr + row, start)

@@ -74,6 +74,8 @@ def _sample_blocks_kernel(
         seed = tl.load(seeds_ptr + state, mask=live, other=0)
         position = tl.load(positions_ptr + row)
         score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
+    # Beside NaN any lane may win, those beyond the vocabulary too.
+    score = tl.where(score == score, score, float("-inf"))
     best, index = tl.max(score, axis=0, return_indices=True)
     tl.store(block_max_ptr + row * num_blocks + block, best)
     tl.store(block_token_ptr + row * num_blocks + block, (block * BLOCK + index).to(tl.int64))

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.buffers import DraftBuffers
+from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, padded_keys
 
 _BLOCK = 1024
 
@@ -14,7 +15,8 @@ _BLOCK = 1024
 # K varies where it is dynamic: a variant per value would be compiled in the middle of serving.
 @triton.jit(do_not_specialize=["num_draft_tokens", "max_model_len"])
 def _step_update_kernel(
-    sampled_ptr,
+    drafted_ptr,
+    num_keys,
     feedback_ptr,
     feedback_stride,
     draft_tokens_ptr,
@@ -29,13 +31,16 @@ def _step_update_kernel(
     hidden_size,
     num_draft_tokens,
     max_model_len,
+    KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    step = tl.load(draft_step_ptr)
+    # A counter for each row: one for all could not be advanced while other programs read it.
+    step = tl.load(draft_step_ptr + row)
+    tl.store(draft_step_ptr + row, step + 1)
     if step >= num_draft_tokens:
         return
-    token = tl.load(sampled_ptr + row)
+    token = drafted_token(drafted_ptr, row, num_keys, KEYS)
     tl.store(draft_tokens_ptr + row * draft_tokens_stride + step, token)
     if step == num_draft_tokens - 1:
         # Nothing follows the last step.
@@ -57,26 +62,27 @@ def _step_update_kernel(
 
 def update_after_step(
     buffers: DraftBuffers,
-    sampled: torch.Tensor,
+    drafted: torch.Tensor,
     feedback: torch.Tensor,
     num_reqs: int,
     num_draft_tokens: int,
     max_model_len: int,
 ) -> None:
-    """Record the tokens of draft step ``draft_step`` and make the inputs of the next one.
+    """Record the tokens of draft step ``draft_step``, make the inputs of the next one, and advance the step.
 
-    ``draft_step`` is read on the device, so that one captured graph serves every step; the caller advances it.
+    ``draft_step`` is data on the device, so that one captured graph serves every step.
 
     Args:
         buffers: the draft's buffers, read and written.
-        sampled: [num_reqs] int64, tokens of this step.
+        drafted: [num_reqs] int64 tokens of this step, or [num_reqs, m] int64 keys of `argmax_keys`.
         feedback: [>= num_reqs, hidden_size], hidden states that the next step starts from.
         num_reqs: rows to update; in a graph, padded ones included.
         num_draft_tokens: K of this batch; the last step only records its tokens.
         max_model_len: positions and lengths are clamped to it.
     """
     _step_update_kernel[(num_reqs,)](
-        sampled,
+        drafted,
+        drafted.stride(0),
         feedback,
         feedback.stride(0),
         buffers.draft_tokens,
@@ -91,26 +97,29 @@ def update_after_step(
         feedback.shape[1],
         num_draft_tokens,
         max_model_len,
+        KEYS=padded_keys(drafted),
         BLOCK=_BLOCK,
     )
 
 
 def update_after_step_reference(
     buffers: DraftBuffers,
-    sampled: torch.Tensor,
+    drafted: torch.Tensor,
     feedback: torch.Tensor,
     num_reqs: int,
     num_draft_tokens: int,
     max_model_len: int,
 ) -> None:
-    """`update_after_step` in plain torch."""
-    step = int(buffers.draft_step)
+    """`update_after_step` in plain torch; all rows are at the same step."""
+    step = int(buffers.draft_step[0])
+    buffers.draft_step[:num_reqs] += 1
     if step >= num_draft_tokens:
         return
-    buffers.draft_tokens[:num_reqs, step] = sampled
+    tokens = best_tokens(drafted)
+    buffers.draft_tokens[:num_reqs, step] = tokens
     if step == num_draft_tokens - 1:
         return
-    buffers.input_ids[:num_reqs] = sampled.to(torch.int32)
+    buffers.input_ids[:num_reqs] = tokens.to(torch.int32)
     buffers.sample_positions[:num_reqs] += 1
     buffers.positions[:num_reqs] = (buffers.positions[:num_reqs] + 1).clamp(max=max_model_len - 1)
     lengths = buffers.seq_lens[:num_reqs]

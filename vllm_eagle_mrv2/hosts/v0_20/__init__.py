@@ -13,7 +13,7 @@ HOST = Host(
         Behaviour.FULL_DECODE_ONLY: "",
         Behaviour.TWO_STAGE_ARGMAX: "",  # every draft is sampled, in blocks of the vocabulary
     },
-    not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: ""},
+    not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: "", Behaviour.LOCAL_ARGMAX: ""},
     unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
     speculators="vllm_eagle_mrv2.hosts.v0_20.speculator",
     v2_by_environment=True,

@@ -44,10 +44,6 @@ class DecodeEagleCudaGraphManager(_OneFactoryCall, monolith.DecodeEagleCudaGraph
 class _Stock(CompletedEagleSpeculator):
     use_fp64_gumbel = True  # always, here
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
-        self.current_draft_step = torch.zeros((), dtype=torch.int64, device=device)
-
     def sample_draft(
         self,
         hidden_states: torch.Tensor,

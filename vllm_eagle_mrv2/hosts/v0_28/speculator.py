@@ -26,13 +26,6 @@ class _Host(OwnSampling, AutoRegressiveHost):
         """Draft tokens [num_reqs, K] int64; the arguments are those of the stock speculator, which ignores one too."""
         return self._propose(*batch, **how)
 
-    def sample(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
-    ) -> torch.Tensor:
-        if self._drafts_nothing:
-            return AutoRegressiveHost.sample(self, hidden_states, positions, idx_mapping, keep_logits)
-        return super().sample(hidden_states, positions, idx_mapping, keep_logits)
-
 
 class EagleMRV2Speculator(_Host, EagleSpeculator):
     """EAGLE and EAGLE-3."""

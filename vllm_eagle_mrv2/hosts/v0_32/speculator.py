@@ -13,6 +13,7 @@ from vllm_eagle_mrv2.hosts import v0_32
 from vllm_eagle_mrv2.hosts.common import StockHost
 from vllm_eagle_mrv2.hosts.fused import FusedHost
 from vllm_eagle_mrv2.method import Family
+from vllm_eagle_mrv2.speculator import GraphRun
 
 
 class _Host(FusedHost):
@@ -27,7 +28,7 @@ class _Host(FusedHost):
     ) -> torch.Tensor:
         """Draft tokens [num_reqs, K] int64, always of full width; the arguments are those of the stock speculator."""
         draft_tokens = self._propose(*batch, dp_sync=dp_sync_state, num_draft_tokens=num_speculative_tokens, **how)
-        if self._drafts_nothing:
+        if num_speculative_tokens == 0:
             draft_tokens.fill_(-1)
         return draft_tokens
 
@@ -51,7 +52,7 @@ class _Host(FusedHost):
         stock: Any = self
         stock._update_draft_decode_metadata(attn_metadata, num_reqs)
 
-    def prepare_fused_replay(self) -> None:
+    def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         for groups in self.attn_groups:
             for group in groups:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])

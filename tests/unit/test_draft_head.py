@@ -1,4 +1,4 @@
-"""The trimmed head against the whole one, with vLLM's own layers, on one tensor-parallel rank and on two."""
+"""The draft's head against the whole one, with vLLM's own layers, trimmed and not, on one tensor-parallel rank and on two."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from torch import nn
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
+from vllm_eagle_mrv2 import head as head_module
+from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.head import DraftHead
+from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.ranking import DraftTokens
 
 VOCAB, HIDDEN = 300, 16
@@ -83,6 +86,12 @@ def tokens(*ids: int) -> DraftTokens:
     return DraftTokens(ids, "ranking.json", None)
 
 
+def trim(draft: Model, target: Model, *ids: int) -> tuple[TrimmedHead, DraftHead]:
+    draft_logits = DraftLogits.of(draft, target, local=True)
+    trimmed = TrimmedHead.of(draft, draft_logits, tokens(*ids), CPU)
+    return trimmed, DraftHead(draft, draft_logits, trimmed)
+
+
 def states(count: int = 9) -> torch.Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(2))
 
@@ -92,7 +101,7 @@ def check_against_the_whole_head(kept: tuple[int, ...], **how: Any) -> None:
     hidden = states()
     whole, targets = draft.compute_logits(hidden), target.compute_logits(hidden)
     weight = draft.lm_head.weight.clone()
-    trimmed = TrimmedHead(draft, target, tokens(*kept), CPU)
+    _, head = trim(draft, target, *kept)
     # A row of the whole vocabulary for whoever asks the draft.
     row = draft.compute_logits(hidden)
     assert row.shape == whole.shape
@@ -100,9 +109,8 @@ def check_against_the_whole_head(kept: tuple[int, ...], **how: Any) -> None:
     torch.testing.assert_close(row[:, list(kept)], whole[:, list(kept)], rtol=1e-5, atol=1e-5)
     assert bool((row[:, left_out] == -torch.inf).all())
     # The kept tokens alone for our argmax; of equals the first.
-    assert trimmed.logits(hidden).shape == (len(hidden), len(kept))
     expected = whole.masked_fill(left_out, -torch.inf).argmax(-1)
-    assert DraftHead(draft, trimmed).greedy(hidden).tolist() == expected.tolist()
+    assert best_tokens(head.keys(hidden)).tolist() == expected.tolist()
     # vLLM's use_local_argmax_reduction.
     assert draft.logits_processor.get_top_tokens(draft.lm_head, hidden).tolist() == expected.tolist()
     # The target's head and logits are what they were.
@@ -127,15 +135,81 @@ def test_the_kept_rows_of_the_whole_head(kept: tuple[int, ...], how: dict[str, f
 @pytest.mark.usefixtures("one_rank")
 def test_weights_that_are_replaced_in_place() -> None:
     draft, target = pair()
-    trimmed = TrimmedHead(draft, target, tokens(4, 70, 251), CPU)
+    trimmed, _ = trim(draft, target, 4, 70, 251)
     trimmed.renew()  # nothing is copied yet
-    trimmed.logits(states())
+    draft.compute_logits(states())
     memory = trimmed._kept.weight.data_ptr()
     whole = torch.randn(VOCAB, HIDDEN)
     draft.lm_head.weight_loader(draft.lm_head.weight, whole)
     trimmed.renew()
     assert trimmed._kept.weight.data_ptr() == memory
-    torch.testing.assert_close(trimmed.logits(states()), (states() @ whole.T)[:, [4, 70, 251]], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(draft.compute_logits(states())[:, [4, 70, 251]], (states() @ whole.T)[:, [4, 70, 251]], rtol=1e-5, atol=1e-5)
+
+
+class Eagle3(Model):
+    """One with a draft vocabulary, whose rows are the target's tokens in another order."""
+
+    def __init__(self, lm_head: nn.Module) -> None:
+        super().__init__(lm_head, None)
+        targets = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
+        self.draft_id_to_target_id = nn.Parameter(targets - torch.arange(VOCAB), requires_grad=False)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        targets = torch.arange(VOCAB) + self.draft_id_to_target_id
+        logits: torch.Tensor = self.logits_processor(self.lm_head, hidden_states)
+        return torch.full_like(logits, -torch.inf).index_copy_(-1, targets, logits)
+
+
+DRAFTS: dict[str, Callable[[], tuple[Model, Model]]] = {
+    "plain": pair,
+    "scaled": lambda: pair(scale=0.5, soft_cap=2.0),
+    "changed afterwards": lambda: pair(finish=lambda logits: logits * torch.arange(VOCAB)),
+    "eagle3": lambda: (Eagle3(pair()[0].lm_head), pair()[1]),
+}
+
+
+def check_local_argmax(name: str, ranks: int) -> None:
+    """The head as it is: what is gathered, and that its best is the argmax of the whole row."""
+    head_module._SCATTERING = frozenset({Eagle3.__module__})  # type: ignore[assignment]
+    hidden = states()
+    hidden[0] = 0.0  # every token ties, of all ranks
+    for local in (True, False):
+        draft, target = DRAFTS[name]()
+        expected = draft.compute_logits(hidden).argmax(-1)
+        widths = []
+
+        def counted(logits: torch.Tensor, gather: Any = draft.logits_processor._gather_logits) -> torch.Tensor:
+            widths.append(logits.shape[-1])
+            gathered: torch.Tensor = gather(logits)
+            return gathered
+
+        draft.logits_processor._gather_logits = counted
+        head = DraftHead(draft, DraftLogits.of(draft, target, local=local))
+        head.keys(hidden)  # the profile run, which finds out
+        widths.clear()
+        assert best_tokens(head.keys(hidden)).tolist() == expected.tolist()
+        gathers = ranks > 1 and not (local and name != "changed afterwards")
+        assert bool(widths) is gathers or ranks == 1
+        # Whoever asks the draft gets whole rows.
+        assert draft.compute_logits(hidden).shape == (9, VOCAB)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_draft_vocabulary_that_is_replaced_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_module, "_SCATTERING", frozenset({Eagle3.__module__}))
+    draft = Eagle3(pair()[0].lm_head)
+    head = DraftHead(draft)
+    before = best_tokens(head.keys(states())).tolist()
+    assert before == draft.compute_logits(states()).argmax(-1).tolist()
+    draft.draft_id_to_target_id.data.copy_(torch.arange(VOCAB).flip(0) - torch.arange(VOCAB))
+    after = best_tokens(head.keys(states())).tolist()
+    assert after == draft.compute_logits(states()).argmax(-1).tolist() != before
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.usefixtures("one_rank")
+def test_the_argmax_of_the_whole_row(name: str) -> None:
+    check_local_argmax(name, 1)
 
 
 def run_rank(rank: int, ranks: int, port: int) -> None:
@@ -145,10 +219,12 @@ def run_rank(rank: int, ranks: int, port: int) -> None:
         assert get_tensor_model_parallel_world_size() == ranks
         for kept in ((3, 7, 8, 120, 299), LOW_IDS):
             check_against_the_whole_head(kept, scale=0.5, soft_cap=2.0)
+        for name in DRAFTS:
+            check_local_argmax(name, ranks)
         # Every rank has work, though all kept rows come from the first.
         draft, target = pair()
-        trimmed = TrimmedHead(draft, target, tokens(*LOW_IDS), CPU)
-        trimmed.logits(states())
+        trimmed, _ = trim(draft, target, *LOW_IDS)
+        draft.compute_logits(states())
         assert (draft.lm_head.shard_indices.org_vocab_start_index <= LOW_IDS[0]) == (rank == 0)
         assert len(trimmed._kept.weight) == 64
         assert int(trimmed._kept.weight.any(-1).sum()) == (64 if rank == 0 else 6)
@@ -164,9 +240,9 @@ def test_two_tensor_parallel_ranks() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_draft_that_changes_its_logits() -> None:
     draft, target = pair(finish=lambda logits: logits * 2)
-    trimmed = TrimmedHead(draft, target, tokens(1, 2), CPU)
+    _, head = trim(draft, target, 1, 2)
     with pytest.raises(EagleMRV2Error, match="Model changes the logits of its head"):
-        trimmed.logits(states())
+        head.keys(states())
     assert draft.compute_logits(states()).shape == (9, VOCAB)  # rows of the whole vocabulary it may change
 
 
@@ -174,7 +250,7 @@ def test_a_draft_that_changes_its_logits() -> None:
 def test_a_quantized_head() -> None:
     draft, target = pair()
     draft.lm_head.quant_method = SimpleNamespace(apply=draft.lm_head.quant_method.apply)
-    TrimmedHead(draft, target, tokens(1, 2), CPU)
+    trim(draft, target, 1, 2)
     with pytest.raises(EagleMRV2Error, match=r"quantized \(SimpleNamespace\)"):
         draft.compute_logits(states())
 
@@ -182,8 +258,8 @@ def test_a_quantized_head() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_head_with_a_bias_and_a_second_head() -> None:
     draft, target = pair()
-    TrimmedHead(draft, target, tokens(1, 2), CPU)
-    with pytest.raises(EagleMRV2Error, match="Model has a bias"):
+    trim(draft, target, 1, 2)
+    with pytest.raises(EagleMRV2Error, match="head has a bias"):
         draft.logits_processor(draft.lm_head, states(), torch.zeros(VOCAB))
     with pytest.raises(EagleMRV2Error, match="several heads"):
         draft.logits_processor(whole_head(torch.zeros(VOCAB, HIDDEN)), states())
@@ -191,17 +267,19 @@ def test_a_head_with_a_bias_and_a_second_head() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_no_logits_processor_of_its_own() -> None:
+    def refused(draft: Model, target: Model) -> None:
+        assert DraftLogits.of(draft, target, local=True) is None
+        with pytest.raises(EagleMRV2Error, match="one LogitsProcessor of its own, which Model lacks"):
+            trim(draft, target, 1)
+
     draft, target = pair()
     draft.logits_processor = target.logits_processor
-    with pytest.raises(EagleMRV2Error, match="Model has the one of the target"):
-        TrimmedHead(draft, target, tokens(1), CPU)
+    refused(draft, target)
     draft, target = pair()
     draft.second = pair()[0].logits_processor
-    with pytest.raises(EagleMRV2Error, match="Model has 2"):
-        TrimmedHead(draft, target, tokens(1), CPU)
+    refused(draft, target)
     draft.logits_processor = draft.second = nn.Identity()
-    with pytest.raises(EagleMRV2Error, match="Model has 0"):
-        TrimmedHead(draft, target, tokens(1), CPU)
+    refused(draft, target)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -209,4 +287,4 @@ def test_tokens_outside_the_vocabulary() -> None:
     with pytest.raises(
         EagleMRV2Error, match=f"a vocabulary with the token {VOCAB}, the draft has a vocabulary of {VOCAB}"
     ):
-        TrimmedHead(*pair(), tokens(1, VOCAB), CPU)
+        trim(*pair(), 1, VOCAB)

@@ -1,0 +1,96 @@
+"""What comes out of a draft's head before it is made a row of the target's vocabulary on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class DraftLogits:
+    """The one ``LogitsProcessor`` that a draft has of its own, asked for no more than an argmax needs.
+
+    vLLM's models compute logits by handing their head to a ``LogitsProcessor``, which multiplies and then gathers the
+    shards of the tensor-parallel ranks.  Here it can be kept from gathering, and whoever trims the head from filling up
+    the row.
+
+    Args:
+        processor: the draft's alone.
+        local: leave each rank its shard.
+    """
+
+    def __init__(self, processor: Any, *, local: bool) -> None:
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        self.processor = processor
+        self.short = False
+        """Whether logits are being computed for us, so that they need not be whole."""
+        self._untouched: bool | None = None
+        self._rank: int = get_tensor_model_parallel_rank()
+        self._ranks: int = get_tensor_model_parallel_world_size()
+        self._sharded = False
+        if local and self._ranks > 1:
+            self._gather = processor._gather_logits
+            processor._gather_logits = self._keep_shard
+
+    @classmethod
+    def of(cls, model: Any, target: Any, *, local: bool) -> DraftLogits | None:
+        """Those of a draft; None where it has no ``LogitsProcessor``, several, or the target's.
+
+        Args:
+            model: the draft, loaded.
+            target: the target model, whose logits stay whole.
+            local: leave each tensor-parallel rank its shard.
+        """
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        own, targets = ([m for m in each.modules() if isinstance(m, LogitsProcessor)] for each in (model, target))
+        if len(own) != 1 or any(own[0] is each for each in targets):
+            return None
+        return cls(own[0], local=local)
+
+    def untouched(self, compute: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor) -> bool:
+        """Whether the draft hands on what its processor returns; found out once, in the profile run.
+
+        Args:
+            compute: the draft's ``compute_logits``, or what stands for it.
+            hidden_states: [n, H] for a trial.
+        """
+        if self._untouched is None:
+            returned: list[torch.Tensor] = []
+            hook = self.processor.register_forward_hook(lambda processor, inputs, logits: returned.append(logits))
+            try:
+                logits = compute(hidden_states)
+            finally:
+                hook.remove()
+            self._untouched = len(returned) == 1 and logits is returned[0]
+        return self._untouched
+
+    def __call__(self, compute: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor) -> torch.Tensor:
+        """[n, W] what the processor makes of hidden states [n, H] when nothing is gathered or filled up."""
+        self.short, self._sharded = True, False
+        try:
+            return compute(hidden_states)
+        finally:
+            self.short = False
+
+    def shard(self, logits: torch.Tensor, num_rows: int) -> tuple[int, int] | None:
+        """First row of the head and number of rows that the columns stand for; None if they stand for all of them.
+
+        Args:
+            logits: [n, W], the result of the last call.
+            num_rows: rows of the whole head, without padding.
+        """
+        if not self._sharded:
+            return None
+        width = logits.shape[-1]
+        first = self._rank * width
+        return first, min(max(num_rows - first, 0), width)
+
+    def _keep_shard(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.short:
+            self._sharded = True
+            return logits
+        gathered: torch.Tensor = self._gather(logits)
+        return gathered
