@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, in processes of their own: the same text, the same drafts, and what is exchanged for them."""
+"""Two tensor-parallel ranks, in processes of their own: the same text and drafts, and what is exchanged for them."""
 
 from __future__ import annotations
 

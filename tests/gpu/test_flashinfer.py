@@ -23,6 +23,22 @@ def stock() -> tuple[list[list[list[int]]], float]:
         return tokens, acceptance.length
 
 
+def test_batches_of_the_largest_graph() -> None:
+    """Builders prepare for the sizes that are captured: below 0.26 the target's would end at 6, two requests of K+1."""
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+    prompts = held_out_prompts(8)
+    with engine("eagle", k=2, **FLASHINFER, compilation_config=sizes) as llm:
+        acceptance = Acceptance(llm)
+        expected = greedy(llm, prompts, TOKENS)
+        length = acceptance.length
+    with engine("eagle_mrv2", k=2, **FLASHINFER, compilation_config=sizes) as llm:
+        acceptance = Acceptance(llm)
+        with counted_replays(speculator_of(llm)) as replays:
+            assert greedy(llm, prompts, TOKENS) == expected
+        assert replays["decode of 8"] > 10
+        assert acceptance.length >= length - 0.02
+
+
 @pytest.mark.parametrize("disable", [[], ["draft_graphs_by_support"]])
 @pytest.mark.parametrize("target", ["PIECEWISE", "NONE"])
 def test_draft_decode_has_graphs(target: str, disable: list[str], stock: tuple[list[list[list[int]]], float]) -> None:

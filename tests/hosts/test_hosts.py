@@ -270,6 +270,7 @@ def test_the_installed_release_has_a_speculator_for_every_family(family: Any) ->
         (Behaviour.DRAFT_ENFORCE_EAGER, set(range(20, 34)) - {21}),
         (Behaviour.FUSED_DRAFT_DECODE, set(range(20, 28)) - {21}),
         (Behaviour.TWO_STAGE_ARGMAX, set(range(22, 34))),
+        (Behaviour.LOCAL_ARGMAX, set(range(22, 34))),
         (Behaviour.ONE_DRAFT_GRAPH, set(range(20, 34)) - {21}),
         (Behaviour.DRAFT_GRAPHS_BY_SUPPORT, set(range(20, 34)) - {21}),
         (Behaviour.DRAFT_TOP_K_TOP_P, set(range(20, 34)) - {21}),

@@ -243,9 +243,7 @@ def drafted(num_rows: int, form: str) -> torch.Tensor:
 @pytest.mark.parametrize("num_draft_tokens", [1, 3], ids="K={}".format)
 @pytest.mark.parametrize("rows", ["live", "a graph's", "fewer"])
 @pytest.mark.parametrize("form", ["tokens", "keys"])
-def test_decode_inputs(
-    case: dict[str, Any], num_draft_tokens: int, sample_offset: int, rows: str, form: str
-) -> None:
+def test_decode_inputs(case: dict[str, Any], num_draft_tokens: int, sample_offset: int, rows: str, form: str) -> None:
     batch = target_batch(**case)
     max_num_reqs = case.get("max_num_reqs", 8)
     num_rows = {"live": batch.num_reqs, "a graph's": min(max_num_reqs, 40), "fewer": max(batch.num_reqs - 1, 1)}[rows]

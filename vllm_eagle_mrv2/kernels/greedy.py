@@ -47,7 +47,7 @@ def _block_keys_kernel(
 
 @triton.jit
 def drafted_token(drafted_ptr, row, num_keys, KEYS: tl.constexpr):
-    """The draft token of a row: with ``KEYS``, a power of two, the best of ``num_keys`` keys, else as it stands there."""
+    """The draft token of a row: the best of ``num_keys`` keys, padded to ``KEYS``; if that is 0, the token there."""
     if KEYS == 0:
         token = tl.load(drafted_ptr + row)
     else:

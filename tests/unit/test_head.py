@@ -1,4 +1,4 @@
-"""The draft's head against the whole one, with vLLM's own layers, trimmed and not, on one tensor-parallel rank and on two."""
+"""The draft's head, trimmed and not, against the whole one, with vLLM's own layers, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ def test_weights_that_are_replaced_in_place() -> None:
     draft.lm_head.weight_loader(draft.lm_head.weight, whole)
     trimmed.renew()
     assert trimmed._kept.weight.data_ptr() == memory
-    torch.testing.assert_close(draft.compute_logits(states())[:, [4, 70, 251]], (states() @ whole.T)[:, [4, 70, 251]], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        draft.compute_logits(states())[:, [4, 70, 251]], (states() @ whole.T)[:, [4, 70, 251]], rtol=1e-5, atol=1e-5
+    )
 
 
 class Eagle3(Model):
@@ -176,9 +178,11 @@ def check_local_argmax(name: str, ranks: int) -> None:
     for local in (True, False):
         draft, target = DRAFTS[name]()
         expected = draft.compute_logits(hidden).argmax(-1)
-        widths = []
+        widths: list[int] = []
 
-        def counted(logits: torch.Tensor, gather: Any = draft.logits_processor._gather_logits) -> torch.Tensor:
+        def counted(
+            logits: torch.Tensor, widths: Any = widths, gather: Any = draft.logits_processor._gather_logits
+        ) -> torch.Tensor:
             widths.append(logits.shape[-1])
             gathered: torch.Tensor = gather(logits)
             return gathered

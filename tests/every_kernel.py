@@ -1,17 +1,18 @@
-"""Compiles every kernel for NVIDIA GPUs, on a machine that may have none; run by unit/test_compile.py.
+"""Calls every kernel in every variant; with ``compile``, compiles them instead for GPUs that this machine may lack.
 
-The CPU tests run kernels in Triton's interpreter, which takes much that its compiler refuses.  Here the wrappers are
-called as those tests call them, and in the place of a launch the kernel is compiled for what it was given.
+The CPU tests run kernels in Triton's interpreter, which takes much that its compiler refuses: unit/test_compile.py has
+them compiled for what the wrappers pass.  gpu/test_sanitizer.py has them run under compute-sanitizer.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
 import triton
-from test_kernels import decoding, poisoned, target_batch
+from test_kernels import DEVICE, decoding, poisoned, target_batch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -56,8 +57,8 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
     print(self.fn.__name__, *constants.values(), flush=True)
 
 
-def main() -> None:
-    JITFunction.run = compile_instead
+def call_every_kernel() -> None:
+    """One launch of each variant, on small inputs."""
     for offset in (0, 1):
         for pad in (True, False):
             prepare_prefill_inputs(
@@ -67,23 +68,30 @@ def main() -> None:
                 pad_last_token_indices=pad,
                 pad_idx_mapping=pad,
             )
+    mapping = torch.tensor([5, -1, 2], dtype=torch.int32, device=DEVICE)
+    states = torch.full((8,), 0.5, device=DEVICE)
     for dtype in (torch.bfloat16, torch.float32):
-        buffers, tokens, feedback = decoding(3, 1, hidden_dtype=dtype)
-        logits, states = torch.zeros(3, 5000, dtype=dtype), torch.zeros(8)
-        for drafted in (tokens, argmax_keys(logits), argmax_keys(logits, torch.arange(5000))):
+        logits = torch.randn(3, 5000, device=DEVICE).to(dtype)
+        offsets = torch.arange(5000, device=DEVICE)
+        for form in ("tokens", "keys", "mapped keys"):
+            buffers, drafted, feedback = decoding(3, 1, hidden_dtype=dtype)
+            if form != "tokens":
+                drafted = argmax_keys(logits, offsets if form == "mapped keys" else None)
             for offset in (0, 1):
+                buffers.last_token_indices.zero_()
+                buffers.live_reqs.fill_(2)
                 prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, sample_offset=offset)
             update_after_step(buffers, drafted, feedback, 3, 3, 4096)
-        filter_logits(logits, torch.zeros(3, dtype=torch.int32), states, states.int(), states)
-        for kept in (torch.zeros(8, 3, 5000), None):
+        filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
+        for kept in (torch.zeros(8, 3, 5000, device=DEVICE), None):
             for flag in (True, False):
                 sample_with_logits(
                     logits,
-                    torch.zeros(3, dtype=torch.int32),
+                    mapping,
                     states,
                     states.long(),
-                    torch.zeros(3, dtype=torch.int64),
-                    torch.tensor(1),
+                    torch.arange(3, device=DEVICE),
+                    torch.tensor(1, device=DEVICE),
                     kept,
                     salted=flag,
                     after_temperature=flag,
@@ -92,4 +100,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["compile"]:
+        JITFunction.run = compile_instead
+    call_every_kernel()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    print("every kernel done")

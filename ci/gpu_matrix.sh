@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# tests/gpu, or ci/ab_time.py, for several stock releases at once on one GPU, on a machine with torch and no network:
+#
+#   bash ci/gpu_matrix.sh ROOT OUT tests RELEASE...                    every release at the same time
+#   bash ci/gpu_matrix.sh ROOT OUT times RELEASE... [-- ARGUMENTS]     engines up together, measured one at a time
+#
+# ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel), site-deps (what they need
+# beside torch and triton) and site-plugin (this package with its metadata, for its entry point).
+#
+# OUT gets one tests.tar.gz (log and JUnit reports by release) or times.tar.gz (logs) with times.jsonl, for
+# ci/gpu_result.py. Ends with a line for each release; the exit status is 1 where any of them failed.
+# EAGLE_MRV2_LIMIT=570 stops what still runs after so many seconds; what it wrote is kept.
+set -euo pipefail
+usage() { sed -n 's/^#   //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[[ $# -ge 4 ]] || usage
+root=$(realpath -- "$1") out=$(realpath -- "$2") what=$3
+shift 3
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+releases=() arguments=()
+while (($#)); do
+  if [[ $1 == -- ]]; then shift; arguments=("$@"); break; fi
+  releases+=("$1")
+  shift
+done
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# The rest of the arguments, on a release; caches apart, as releases generate other code for the same shapes.
+on() {
+  local release=$1
+  shift
+  env PYTHONPATH="$root/site-plugin:$root/site-$release:$root/site-deps" \
+    HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false \
+    VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT="$work/cache-$release" TRITON_CACHE_DIR="$work/triton-$release" \
+    timeout --kill-after=10 "${EAGLE_MRV2_LIMIT:-3600}" "$@"
+}
+
+tests() {
+  local release=$1 folder=$work/out/$1 status=0 reports=0 test
+  local pytest=(on "$release" "$python" -m pytest -p no:cacheprovider)
+  mkdir -p "$folder"
+  if [[ $release != 0.20.* ]]; then
+    "${pytest[@]}" --junit-xml="$folder/all.xml" tests/gpu "${arguments[@]}" >"$folder/log" 2>&1
+    return
+  fi
+  # An engine of 0.20 leaves behind what the next one of the process trips over.
+  "${pytest[@]}" --collect-only -q tests/gpu "${arguments[@]}" >"$folder/collected"
+  while read -r test; do
+    "${pytest[@]}" --junit-xml="$folder/$((++reports)).xml" "$test" >>"$folder/log" 2>&1 </dev/null || status=1
+  done < <(grep :: "$folder/collected")
+  return "$status"
+}
+
+times() {
+  local release=$1 folder=$work/out/$1
+  mkdir -p "$folder"
+  on "$release" "$python" ci/ab_time.py --together "${#releases[@]}" "$work/turns" "${arguments[@]}" \
+    >"$folder/times.jsonl" 2>"$folder/log"
+}
+
+case $what in tests | times) ;; *) usage ;; esac
+mkdir -p "$out" "$work/out"
+declare -A job
+failed=0
+for release in "${releases[@]}"; do
+  [[ -d $root/site-$release ]] || { printf 'error: %s has no site-%s\n' "$root" "$release" >&2; exit 2; }
+  "$what" "$release" &
+  job[$release]=$!
+done
+for release in "${releases[@]}"; do
+  verdict=passed
+  wait "${job[$release]}" || verdict=FAILED failed=1
+  printf '%-7s %s: %s\n' "$release" "$verdict" "$(tail -n 1 "$work/out/$release/log" 2>/dev/null)"
+  [[ $what == tests ]] || cat "$work/out/$release/times.jsonl"
+done
+[[ $what == tests ]] || cat "$work"/out/*/times.jsonl >"$out/times.jsonl"
+tar -czf "$out/$what.tar.gz" -C "$work/out" .
+exit "$failed"

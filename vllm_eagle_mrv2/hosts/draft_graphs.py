@@ -1,0 +1,217 @@
+"""The CUDA graphs of a draft: which there are, by what was asked for and what its backends support; their capture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+
+from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, PrefillCapture, decode_mode
+from vllm_eagle_mrv2.method import Request
+from vllm_eagle_mrv2.options import Options
+from vllm_eagle_mrv2.speculator import DraftLoop, GraphRun
+
+
+class DraftGraphs:
+    """Mixed in before a stock speculator class, which then asks for its graphs here."""
+
+    prefill_manager_class: type[PrefillCapture]
+    decode_manager_class: type[DecodeCapture]
+    graph_scratch: Any = None  # kept for the graphs of a draft whose target has none
+
+    request: Request
+    options: Options
+    loop: DraftLoop
+
+    # Attributes of the stock speculator.
+    vllm_config: Any
+    device: torch.device
+    model: torch.nn.Module
+    attn_groups: Any
+    target_input_buffers: Any
+    target_attn_groups: Any
+    input_buffers: Any
+    dp_size: int
+    max_num_reqs: int
+    num_speculative_steps: int
+    prefill_cudagraph_manager: Any
+    decode_cudagraph_manager: Any
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        # Before vLLM fits it to what the target's attention backends support for the tokens of a verification.
+        self._asked_mode = vllm_config.compilation_config.cudagraph_mode
+        self._target_mode: Any = None  # what it then is
+        self._phase_graphs: set[Any] = set()
+        """Descriptors of the draft prefill graphs that go on with the draft decodes."""
+        self._announced = False
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """Make the draft's metadata builders; vLLM may call this again."""
+        compilation = self.vllm_config.compilation_config
+        fitted = compilation.cudagraph_mode
+        if self._decodes_by_support:
+            compilation.cudagraph_mode = self._asked_mode
+        try:
+            # Builders of some backends prepare for graphs, by their mode and by their sizes.
+            with self._decode_capture_sizes():
+                super().set_attn(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            compilation.cudagraph_mode = fitted
+        self._make_graph_managers()
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Take the target's graph mode; vLLM may call this again after dropping the managers."""
+        self._target_mode = cudagraph_mode
+        self._make_graph_managers()
+
+    def _make_graph_managers(self) -> None:
+        # The releases differ in which comes first, the target's mode or the draft's builders.
+        if self._target_mode is None or getattr(self, "attn_groups", None) is None:
+            return
+        enabled = self.options.enabled
+        cudagraph_mode = decodes_by = self._target_mode
+        if self._eager:
+            cudagraph_mode = decodes_by = type(cudagraph_mode).NONE
+        elif self._decodes_by_support and self._single_token_graphs():
+            decodes_by = self._asked_mode or decodes_by
+        draft_decode_mode = decode_mode(decodes_by, full_decode_only=enabled(Behaviour.FULL_DECODE_ONLY))
+        manager: Any = self.prefill_manager_class
+        self.prefill_cudagraph_manager = manager(
+            self.vllm_config, self.device, cudagraph_mode, self.num_speculative_steps + 1
+        )
+        manager = self.decode_manager_class
+        with self._decode_capture_sizes():
+            self.decode_cudagraph_manager = manager(
+                self.vllm_config, self.device, draft_decode_mode, decode_query_len=1
+            )
+        if (cudagraph_mode or draft_decode_mode) and not enabled(Behaviour.SHARED_GRAPH_POOL):
+            # As stock had it below 0.23: one pool for the draft's graphs, which never run at the same time.
+            pool = torch.cuda.graph_pool_handle()
+            self.prefill_cudagraph_manager.pool = self.decode_cudagraph_manager.pool = pool
+        if not self._announced:
+            self._announced = True
+            self._announce(cudagraph_mode, draft_decode_mode)
+
+    @property
+    def _eager(self) -> bool:
+        """Whether the draft alone is to run without graphs."""
+        return bool(self.request.enforce_eager) and self.options.enabled(Behaviour.DRAFT_ENFORCE_EAGER)
+
+    @property
+    def _decodes_by_support(self) -> bool:
+        """Whether the graphs of draft decodes follow from the draft's own attention backend.
+
+        Not where decodes may run eagerly at sizes that have graphs: a FlashInfer builder that is told of graphs keeps
+        buffers of 16 MiB for each size that it meets.  Data-parallel ranks make each other do so.
+        """
+        return self.options.enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT) and not self._eager and self.dp_size == 1
+
+    def _single_token_graphs(self) -> bool:
+        """Whether every attention backend of the draft supports graphs of one token a request."""
+        return all(
+            group.get_metadata_builder(0).get_cudagraph_support(self.vllm_config, group.kv_cache_spec).value > 0
+            for group in chain.from_iterable(self.attn_groups)
+        )
+
+    def _announce(self, prefill_mode: Any, draft_decode_mode: Any) -> None:
+        """Called once the graph modes are known."""
+
+    def _decode_capture_sizes(self) -> AbstractContextManager[None]:
+        """In force while the manager of draft decodes takes its capture sizes from the configuration."""
+        return nullcontext()
+
+    @property
+    def refreshes_in_graph(self) -> bool:
+        """Some attention backend of the draft must have its metadata built by the host."""
+        return False
+
+    @property
+    def decodes_follow_prefill(self) -> bool:
+        """Whether nothing is left to the host between a draft prefill and the end of the draft decodes."""
+        # Ranks agree on the graphs of the two one by one; a balancer of experts is told of every forward pass.
+        balanced = self.vllm_config.parallel_config.enable_eplb
+        return self.refreshes_in_graph and self.dp_size == 1 and not balanced
+
+    def holds_draft_phase(self, run: GraphRun) -> bool:
+        return run.full and run.descriptor in self._phase_graphs
+
+    def capture(self) -> None:
+        """Capture the draft's graphs; every pass gets fresh dummy inputs."""
+        prefill, decode = self.prefill_cudagraph_manager, self.decode_cudagraph_manager
+        if prefill.use_breakable_cg:
+            prefill.init_breakable_cg_runner(self.model)
+        reuse_target = self.options.enabled(Behaviour.TARGET_METADATA_REUSE)
+        # At run time the draft prefill reads what the target's builders wrote, so its graphs are captured on that.
+        buffers = self.target_input_buffers if reuse_target else self.input_buffers
+        groups = self.target_attn_groups if reuse_target else self.attn_groups
+        self._phase_graphs.clear()
+        stock: Any = self
+        stock.on_prefill_begin(self.max_num_reqs)
+        prefill.capture_fresh(
+            self.loop.phase,
+            lambda descriptor: self._dummy_inputs(prefill, descriptor, buffers, groups, step=0),
+            "Capturing draft prefill CUDA graphs",
+            lambda descriptor: {"decodes": self._decodes_in_graph_of(descriptor)},
+        )
+        stock.on_prefill_end(self.max_num_reqs)
+        if self.num_speculative_steps == 1:
+            return
+        stock.on_multi_step_decode_begin(self.max_num_reqs)
+        self._capture_decodes(
+            decode,
+            lambda descriptor: self._dummy_inputs(decode, descriptor, self.input_buffers, self.attn_groups, step=1),
+        )
+        stock.on_multi_step_decode_end(self.max_num_reqs)
+
+    def _decodes_in_graph_of(self, descriptor: Any) -> CapturedAttentionState | None:
+        """Dummy inputs of the draft decodes that a draft prefill graph goes on with; None where it does not."""
+        enabled = self.options.enabled
+        if not (
+            self.decodes_follow_prefill
+            and enabled(Behaviour.ONE_DRAFT_GRAPH)
+            # Prefill metadata of the draft's own builders would lie in the buffers that the decodes refresh.
+            and enabled(Behaviour.TARGET_METADATA_REUSE)
+            and descriptor.cg_mode.name == "FULL"
+            and descriptor.uniform_token_count == self.num_speculative_steps + 1
+            and self.num_speculative_steps > 1
+        ):
+            return None
+        self._phase_graphs.add(descriptor)
+        of_decodes = dataclasses.replace(descriptor, num_tokens=descriptor.num_reqs, uniform_token_count=1)
+        return self._dummy_inputs(
+            self.decode_cudagraph_manager, of_decodes, self.input_buffers, self.attn_groups, step=1
+        )
+
+    def _capture_decodes(self, manager: Any, make_inputs: Callable[[Any], CapturedAttentionState]) -> None:
+        manager.capture_fresh(
+            self.loop.decode_all if self.refreshes_in_graph else self.loop.decode,
+            make_inputs,
+            "Capturing draft decode CUDA graphs",
+            lambda descriptor: {"num_draft_tokens": self.num_speculative_steps},
+        )
+
+    def _dummy_inputs(
+        self, manager: Any, descriptor: Any, input_buffers: Any, attn_groups: Any, step: int
+    ) -> CapturedAttentionState:
+        self.loop.reset_for_capture(step)
+        num_tokens = descriptor.num_tokens
+        num_reqs = descriptor.num_reqs or min(num_tokens, self.max_num_reqs)
+        attn_metadata, slot_mappings = self.prepare_capture(
+            manager, descriptor, num_reqs, num_tokens, input_buffers, attn_groups
+        )
+        across_dp = None
+        if self.dp_size > 1:
+            across_dp = torch.full((self.dp_size,), num_tokens, dtype=torch.int32)
+        return CapturedAttentionState(num_reqs, num_tokens, attn_metadata, slot_mappings, across_dp)
+
+    def prepare_capture(
+        self, manager: Any, descriptor: Any, num_reqs: int, num_tokens: int, input_buffers: Any, attn_groups: Any
+    ) -> tuple[Any, Any]:
+        """Dummy attention metadata and slot mappings through the given builders and buffers."""
+        raise NotImplementedError
