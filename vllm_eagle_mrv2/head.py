@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -42,10 +43,13 @@ class DraftHead:
         """
         if self._trimmed is not None:
             return self._trimmed.offsets
-        offsets: torch.Tensor | None = getattr(self._model, "draft_id_to_target_id", None)
-        if offsets is None or type(self._model).compute_logits.__module__ not in _SCATTERING:
-            return None
-        return offsets.data
+        return self._model.draft_id_to_target_id.data if self._scatters else None
+
+    @functools.cached_property
+    def _scatters(self) -> bool:
+        """Whether the model's logits are those of a draft vocabulary, scattered into a row of the target's."""
+        mapped = getattr(self._model, "draft_id_to_target_id", None) is not None
+        return mapped and type(self._model).compute_logits.__module__ in _SCATTERING and self._trimmed is None
 
     def keys(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, m] int64 keys of `argmax_keys` for hidden states [n, H]: the best is the argmax, the first of equals.
@@ -86,9 +90,8 @@ class DraftHead:
 
     def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         model = self._model
-        scatters = self.offsets is not None and self._trimmed is None
         logits: torch.Tensor
-        if scatters:
+        if self._scatters:
             logits = model.logits_processor(model.lm_head, hidden_states)
         else:
             logits = model.compute_logits(hidden_states)
