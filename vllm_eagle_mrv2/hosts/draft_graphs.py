@@ -123,7 +123,7 @@ class DraftGraphs:
         """Called once the graph modes are known."""
 
     def _decode_capture_sizes(self) -> AbstractContextManager[None]:
-        """In force while the manager of draft decodes takes its capture sizes from the configuration."""
+        """In force while the builders and the manager of draft decodes take capture sizes from the configuration."""
         return nullcontext()
 
     @property
