@@ -4,8 +4,8 @@
 #   bash ci/gpu_matrix.sh ROOT OUT tests RELEASE...                    every release at the same time
 #   bash ci/gpu_matrix.sh ROOT OUT times RELEASE... [-- ARGUMENTS]     engines up together, measured one at a time
 #
-# ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel), site-deps (what they need
-# beside torch and triton) and site-plugin (this package with its metadata, for its entry point).
+# ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel) and site-deps (what they need
+# beside torch and triton); site-plugin, with this package and its entry point, is made there.
 #
 # OUT gets one tests.tar.gz (log and JUnit reports by release) or times.tar.gz (logs) with times.jsonl, for
 # ci/gpu_result.py. Ends with a line for each release; the exit status is 1 where any of them failed.
@@ -61,6 +61,10 @@ times() {
 
 case $what in tests | times) ;; *) usage ;; esac
 mkdir -p "$out" "$work/out"
+mkdir "$work/source" # a build leaves its traces
+cp -r vllm_eagle_mrv2 ci pyproject.toml setup.py README.md LICENSE "$work/source"
+rm -rf "$root/site-plugin"
+"$python" -m pip install -q --no-deps --no-index --no-build-isolation --target "$root/site-plugin" "$work/source"
 declare -A job
 failed=0
 for release in "${releases[@]}"; do
