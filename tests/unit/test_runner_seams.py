@@ -41,7 +41,8 @@ class Runner:
         self.cudagraph_manager = SimpleNamespace(needs_capture=lambda: target_graphs)
         self.kv_connector = SimpleNamespace(reset_capture_state=lambda: setattr(self, "reset", True))
         self.reset = False
-        self.block_tables = SimpleNamespace(sizes=torch.tensor([7]), count=1)
+        with torch.inference_mode():  # as vLLM's runner may make them
+            self.block_tables = SimpleNamespace(sizes=torch.tensor([7]), count=1)
 
     def post_kv_cache_wake_up(self) -> None:
         self.block_tables.sizes = torch.tensor([16])

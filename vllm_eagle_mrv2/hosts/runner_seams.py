@@ -68,9 +68,10 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
         old = {name: value for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
         original(self)
         if isinstance(self.speculator, StockHost):
-            for name, tensor in old.items():
-                tensor.copy_(getattr(tables, name))
-                setattr(tables, name, tensor)
+            with torch.inference_mode():  # the old ones may have been made in it
+                for name, tensor in old.items():
+                    tensor.copy_(getattr(tables, name))
+                    setattr(tables, name, tensor)
 
     return wrapped
 
