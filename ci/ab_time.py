@@ -5,7 +5,8 @@
 
 Prints one JSON object a batch size: median milliseconds per iteration (verify and draft) of stock's method and of ours,
 and the median of the ratios stock / eagle_mrv2 of neighbouring rounds with its quartiles.  A row whose ratio the bench
-refuses is not printed, and the exit status is 1.
+refuses is not printed, and the exit status is 1.  ``--disable NAME`` compares ours without a behaviour with ours, in
+place of stock's method; ``--setting TEXT`` says in the line what is special about it.
 
 Starting engines takes longer than measuring them.  Several comparisons (releases) can start together and then take
 turns: ``--together N FOLDER`` waits until N of them are up, and measures one at a time.
@@ -28,7 +29,7 @@ from typing import Any
 from vllm_eagle_mrv2.cli.bench_engines import Comparison, shape_subject
 from vllm_eagle_mrv2.cli.bench_types import Row
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.shapes import Shape
+from vllm_eagle_mrv2.cli.shapes import VOCABULARY, Shape
 
 
 def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, Any] | None:
@@ -36,18 +37,36 @@ def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, An
     if row.quartiles is None:
         return None
     low, ratio, high = row.quartiles
+    special = {"setting": options.setting, "without": options.disable}
     return {
         "vllm": version,
         "shape": options.shape.value,
         "method": options.family,
         "k": row.k,
         "batch": row.batch,
+        **{key: value for key, value in special.items() if value},
         "stock": round(row.figures("against").iteration_ms, 4),
         "eagle_mrv2": round(row.figures("eagle_mrv2").iteration_ms, 4),
         "ratio": round(ratio, 4),
         "quartiles": [round(low, 4), round(high, 4)],
         "rounds": len(row.eagle_mrv2),
     }
+
+
+def draft_options(folder: Path, draft_vocab: int | None) -> dict[str, Any]:
+    """Options of ours; random weights like one token as much as another, so any ranking will do."""
+    if draft_vocab is None:
+        return {}
+    ranking = folder / "ranking.json"
+    ranking.write_text(json.dumps({"vocab_size": VOCABULARY, "tokens": list(range(draft_vocab))}), encoding="utf-8")
+    return {"draft_vocab": {"size": draft_vocab, "ranking": str(ranking)}}
+
+
+def arrive(together: tuple[str, str]) -> None:
+    """Let the others know that this comparison is up, or has ended."""
+    folder = Path(together[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"up-{os.getpid()}").touch()
 
 
 @contextlib.contextmanager
@@ -57,8 +76,7 @@ def turn(together: tuple[str, str] | None) -> Iterator[None]:
         yield
         return
     count, folder = int(together[0]), Path(together[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"up-{os.getpid()}").touch()
+    arrive(together)
     while len(list(folder.glob("up-*"))) < count:
         time.sleep(0.5)
     with (folder / "lock").open("w") as lock:
@@ -76,13 +94,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
+    parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--draft-vocab", type=int, metavar="SIZE", help="ours drafts from so many tokens")
+    parser.add_argument("--setting")
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"))
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     status = 0
     with tempfile.TemporaryDirectory() as folder:
         subject = shape_subject(Path(folder), options.shape, options.family, max(options.batch))
-        comparison = Comparison(subject=subject, overrides=options.engine, verbose=True)
+        comparison = Comparison(
+            subject=subject,
+            against_ours=bool(options.disable),
+            options=draft_options(Path(folder), options.draft_vocab),
+            disable=options.disable,
+            overrides=options.engine,
+            verbose=True,
+        )
         try:
             with comparison.engines(options.steps) as pair, turn(options.together):
                 for batch in options.batch:
@@ -96,7 +124,10 @@ def main() -> int:
                         print(f"K={row.k}, batch {batch}: no ratio; {reason}", file=sys.stderr)
         except CommandError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 1
+            status = 1
+        finally:
+            if options.together:
+                arrive(options.together)
     return status
 
 

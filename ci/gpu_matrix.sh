@@ -4,6 +4,8 @@
 #   bash ci/gpu_matrix.sh ROOT OUT tests RELEASE...                    every release at the same time
 #   bash ci/gpu_matrix.sh ROOT OUT times RELEASE... [-- ARGUMENTS]     engines up together, measured one at a time
 #
+# A RELEASE of the times may bring arguments of its own, '0.26.0 --steps 7 --batch 1 32', and stand there several times.
+#
 # ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel) and site-deps (what they need
 # beside torch and triton); site-plugin, with this package and its entry point, is made there.
 #
@@ -26,13 +28,17 @@ python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# The rest of the arguments, on a release; caches apart, as releases generate other code for the same shapes.
+# A job's name, as a folder.
+folder_of() { printf '%s' "${1//[^0-9a-zA-Z._-]/_}"; }
+
+# The rest of the arguments, on the release of a job; caches apart, as releases generate other code for the same shapes.
 on() {
-  local release=$1
+  local release=${1%% *} caches
+  caches=$work/caches/$(folder_of "$1")
   shift
   env PYTHONPATH="$root/site-plugin:$root/site-$release:$root/site-deps" \
     HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false \
-    VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT="$work/cache-$release" TRITON_CACHE_DIR="$work/triton-$release" \
+    VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT="$caches/vllm" TRITON_CACHE_DIR="$caches/triton" \
     timeout --kill-after=10 "${EAGLE_MRV2_LIMIT:-3600}" "$@"
 }
 
@@ -53,9 +59,11 @@ tests() {
 }
 
 times() {
-  local release=$1 folder=$work/out/$1
+  local folder own
+  folder=$work/out/$(folder_of "$1")
+  read -ra own <<<"$1"
   mkdir -p "$folder"
-  on "$release" "$python" ci/ab_time.py --together "${#releases[@]}" "$work/turns" "${arguments[@]}" \
+  on "$1" "$python" ci/ab_time.py --together "${#releases[@]}" "$work/turns" "${arguments[@]}" "${own[@]:1}" \
     >"$folder/times.jsonl" 2>"$folder/log"
 }
 
@@ -68,15 +76,16 @@ rm -rf "$root/site-plugin"
 declare -A job
 failed=0
 for release in "${releases[@]}"; do
-  [[ -d $root/site-$release ]] || { printf 'error: %s has no site-%s\n' "$root" "$release" >&2; exit 2; }
+  [[ -d $root/site-${release%% *} ]] || { printf 'error: %s has no site-%s\n' "$root" "${release%% *}" >&2; exit 2; }
   "$what" "$release" &
   job[$release]=$!
 done
 for release in "${releases[@]}"; do
   verdict=passed
   wait "${job[$release]}" || verdict=FAILED failed=1
-  printf '%-7s %s: %s\n' "$release" "$verdict" "$(tail -n 1 "$work/out/$release/log" 2>/dev/null)"
-  [[ $what == tests ]] || cat "$work/out/$release/times.jsonl"
+  folder=$work/out/$(folder_of "$release")
+  printf '%-7s %s: %s\n' "$release" "$verdict" "$(tail -n 1 "$folder/log" 2>/dev/null)"
+  [[ $what == tests ]] || cat "$folder/times.jsonl"
 done
 [[ $what == tests ]] || cat "$work"/out/*/times.jsonl >"$out/times.jsonl"
 tar -czf "$out/$what.tar.gz" -C "$work/out" .

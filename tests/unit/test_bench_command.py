@@ -156,7 +156,7 @@ def comparison(**changed: Any) -> Comparison:
 
 def test_what_the_engines_are_started_with() -> None:
     compared = comparison(overrides={"seed": 7, "speculative_config": {"enforce_eager": True}})
-    job = compared._job(5, "eagle3", {"disable": ["actual_max_seq_len"]})
+    job = compared.job(5, "eagle3", {"disable": ["actual_max_seq_len"]})
     assert job.speculative_config == {
         "method": "eagle3",
         "model": "head",

@@ -86,7 +86,7 @@ class Comparison:
         else:
             methods, options = (self.subject.family, ours), ({}, reduced)
         with self._process(0, methods[0]) as first, self._process(1, methods[1]) as second:
-            jobs = [self._job(k, method, given) for method, given in zip(methods, options, strict=True)]
+            jobs = [self.job(k, method, given) for method, given in zip(methods, options, strict=True)]
             first.send(jobs[0])
             # An engine that sizes its KV cache by what memory is free must not see another one grow meanwhile.
             alone = _FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
@@ -102,7 +102,8 @@ class Comparison:
         variables = environment(method, **({"HF_HUB_OFFLINE": "1"} if self.subject.offline else {}))
         return EngineProcess("vllm_eagle_mrv2.cli.bench_worker", self.names[side], variables, self.verbose)
 
-    def _job(self, k: int, method: str, options: dict[str, Any]) -> Job:
+    def job(self, k: int, method: str, options: dict[str, Any]) -> Job:
+        """The engine that drafts ``k`` tokens with a method of vLLM's or ours, and the options of ours."""
         overrides = dict(self.overrides)
         speculative = {**overrides.pop("speculative_config", {}), "method": method, "num_speculative_tokens": k}
         if self.subject.draft is not None:

@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 PROMPT_TOKENS = 128
+VOCABULARY = 128256
 DRAFT_VOCABULARY = 32000
 """Rows of an EAGLE-3 head's own vocabulary."""
 
@@ -58,7 +59,7 @@ def write_configs(folder: Path, shape: Shape, family: str) -> tuple[str, str]:
     target = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": 128256,
+        "vocab_size": VOCABULARY,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
