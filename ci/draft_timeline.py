@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Where the GPU's time goes in the draft phase, and what an engine's start costs, as one JSON object.
+
+    python3 ci/draft_timeline.py eagle_mrv2 --shape 1b --steps 7 --batch 1
+
+Runs one engine of the given method in this process, with random weights, and profiles greedy decode with CUDA
+activities alone, which leaves the host as fast as it is.  A marker kernel before and after ``propose`` bounds the draft
+phase.  The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's start to
+the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's start to
+the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_eagle_mrv2.cli.bench_engines import Comparison, shape_subject
+from vllm_eagle_mrv2.cli.shapes import Shape
+from vllm_eagle_mrv2.method import METHOD
+
+MARKER = "spin_kernel"
+NAME_LENGTH = 60
+
+
+class Event(NamedTuple):
+    """One kernel, copy or fill on the GPU, in nanoseconds."""
+
+    start: int
+    end: int
+    name: str
+
+
+def busy(events: list[Event]) -> int:
+    """Nanoseconds in which at least one of the events runs; they come in the order of their starts."""
+    total, until = 0, 0
+    for event in events:
+        total += max(0, event.end - max(event.start, until))
+        until = max(until, event.end)
+    return total
+
+
+def phases_of(events: list[Event]) -> list[list[Event]]:
+    """What ran between the two markers of each draft phase."""
+    phases: list[list[Event]] = []
+    inside = False
+    for event in events:
+        if MARKER in event.name:
+            inside = not inside
+            if inside:
+                phases.append([])
+        elif inside:
+            phases[-1].append(event)
+    return [phase for phase in phases if phase]
+
+
+def summary(events: list[Event]) -> dict[str, Any]:
+    """Medians over the iterations, without those at either end, and the kernels of the middle one."""
+    phases = phases_of(events)[3:-3]
+    spans = [phase[-1].end - phase[0].start for phase in phases]
+    working = [busy(phase) for phase in phases]
+    example = phases[len(phases) // 2]
+    kernels: dict[str, list[int]] = {}
+    for event in example:
+        kernels.setdefault(event.name[:NAME_LENGTH], []).append(event.end - event.start)
+    return {
+        "iterations": len(phases),
+        "iteration_us": statistics.median(b[0].start - a[0].start for a, b in pairwise(phases)) / 1e3,
+        "phase_us": statistics.median(spans) / 1e3,
+        "busy_us": statistics.median(working) / 1e3,
+        "idle_share": round(1 - statistics.median(b / s for b, s in zip(working, spans, strict=True)), 4),
+        "largest_gaps_us": sorted((round((b.start - a.end) / 1e3, 1) for a, b in pairwise(example)), reverse=True)[:5],
+        "launches": len(example),
+        "kernels": {
+            name: {"count": len(times), "us": round(sum(times) / 1e3, 1)}
+            for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+        },
+    }
+
+
+def record_capture(into: dict[str, Any]) -> None:
+    """Note the time and the memory of the capture of all graphs, as the runner reports it."""
+    runner: Any = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+    capture_model = runner.capture_model
+
+    def recorded(self: Any) -> int:
+        began = time.perf_counter()
+        size: int = capture_model(self)
+        into["capture_s"] = round(time.perf_counter() - began, 2)
+        into["graph_mib"] = round(size / 2**20, 1)
+        return size
+
+    runner.capture_model = recorded
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=("stock", METHOD))
+    parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
+    parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
+    parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
+    options = parser.parse_args()
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if options.method == "stock":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+
+    import torch
+    import vllm
+    from torch.autograd import DeviceType
+
+    found: dict[str, Any] = {}
+    record_capture(found)
+    with tempfile.TemporaryDirectory() as folder:
+        subject = shape_subject(Path(folder), options.shape, options.family, options.batch)
+        comparison = Comparison(subject=subject, overrides=options.engine)
+        method = options.family if options.method == "stock" else f"{METHOD}:{options.family}"
+        job = comparison.job(options.steps, method, {"disable": options.disable} if options.disable else {})
+        began = time.perf_counter()
+        llm = vllm.LLM(
+            **{"model": job.model, "speculative_config": job.speculative_config, **job.arguments, **job.overrides}
+        )
+        found["start_s"] = round(time.perf_counter() - began, 2)
+    core: Any = llm.llm_engine.engine_core
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    propose = runner.speculator.propose
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda._sleep(1)
+        drafts = propose(*args, **kwargs)
+        torch.cuda._sleep(1)
+        return drafts
+
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False)
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in job.prompts[: options.batch]]
+    llm.generate(prompts, params, use_tqdm=False)
+    runner.speculator.propose = marked
+    llm.generate(prompts, params, use_tqdm=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        llm.generate(prompts, params, use_tqdm=False)
+        torch.cuda.synchronize()
+    recorded: Any = profile.profiler
+    events = sorted(
+        Event(one.start_ns(), one.end_ns(), one.name())
+        for one in recorded.kineto_results.events()
+        if one.device_type() == DeviceType.CUDA
+    )
+    about = {
+        "vllm": vllm.__version__,
+        "method": options.method,
+        **{name: getattr(options, name) for name in ("family", "steps", "batch", "disable")},
+        "shape": options.shape.value,
+    }
+    print(json.dumps(about | found | summary(events)))
+
+
+if __name__ == "__main__":
+    main()
