@@ -4,7 +4,8 @@
 #   bash ci/gpu_matrix.sh ROOT OUT tests RELEASE...                    every release at the same time
 #   bash ci/gpu_matrix.sh ROOT OUT times RELEASE... [-- ARGUMENTS]     engines up together, measured one at a time
 #
-# A RELEASE of the times may bring arguments of its own, '0.26.0 --steps 7 --batch 1 32', and stand there several times.
+# A RELEASE may bring arguments of its own, '0.26.0 --steps 7 --batch 1 32', and stand there several times. Tests named by
+# a path take the place of tests/gpu.
 #
 # ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel) and site-deps (what they need
 # beside torch and triton); site-plugin, with this package and its entry point, is made there.
@@ -18,10 +19,10 @@ usage() { sed -n 's/^#   //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 root=$(realpath -- "$1") out=$(realpath -- "$2") what=$3
 shift 3
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-releases=() arguments=()
+jobs=() arguments=()
 while (($#)); do
   if [[ $1 == -- ]]; then shift; arguments=("$@"); break; fi
-  releases+=("$1")
+  jobs+=("$1")
   shift
 done
 python=${PYTHON:-python3}
@@ -42,29 +43,27 @@ on() {
     timeout --kill-after=10 "${EAGLE_MRV2_LIMIT:-3600}" "$@"
 }
 
-tests() {
-  local release=$1 folder=$work/out/$1 status=0 reports=0 test
-  local pytest=(on "$release" "$python" -m pytest -p no:cacheprovider)
-  mkdir -p "$folder"
+tests() { # job, folder, arguments
+  local release=${1%% *} folder=$2 status=0 reports=0 test
+  local pytest=(on "$1" "$python" -m pytest -p no:cacheprovider)
+  shift 2
+  [[ " $*" == *" tests/"* ]] || set -- tests/gpu "$@"
   if [[ $release != 0.20.* ]]; then
-    "${pytest[@]}" --junit-xml="$folder/all.xml" tests/gpu "${arguments[@]}" >"$folder/log" 2>&1
+    "${pytest[@]}" --junit-xml="$folder/all.xml" "$@" >"$folder/log" 2>&1
     return
   fi
   # An engine of 0.20 leaves behind what the next one of the process trips over.
-  "${pytest[@]}" --collect-only -q tests/gpu "${arguments[@]}" >"$folder/collected"
+  "${pytest[@]}" --collect-only -q "$@" >"$folder/collected"
   while read -r test; do
     "${pytest[@]}" --junit-xml="$folder/$((++reports)).xml" "$test" >>"$folder/log" 2>&1 </dev/null || status=1
   done < <(grep :: "$folder/collected")
   return "$status"
 }
 
-times() {
-  local folder own
-  folder=$work/out/$(folder_of "$1")
-  read -ra own <<<"$1"
-  mkdir -p "$folder"
-  on "$1" "$python" ci/ab_time.py --together "${#releases[@]}" "$work/turns" "${arguments[@]}" "${own[@]:1}" \
-    >"$folder/times.jsonl" 2>"$folder/log"
+times() { # job, folder, arguments
+  local job=$1 folder=$2
+  shift 2
+  on "$job" "$python" ci/ab_time.py --together "${#jobs[@]}" "$work/turns" "$@" >"$folder/times.jsonl" 2>"$folder/log"
 }
 
 case $what in tests | times) ;; *) usage ;; esac
@@ -73,18 +72,21 @@ mkdir "$work/source" # a build leaves its traces
 cp -r vllm_eagle_mrv2 ci pyproject.toml setup.py README.md LICENSE "$work/source"
 rm -rf "$root/site-plugin"
 "$python" -m pip install -q --no-deps --no-index --no-build-isolation --target "$root/site-plugin" "$work/source"
-declare -A job
+declare -A process
 failed=0
-for release in "${releases[@]}"; do
-  [[ -d $root/site-${release%% *} ]] || { printf 'error: %s has no site-%s\n' "$root" "${release%% *}" >&2; exit 2; }
-  "$what" "$release" &
-  job[$release]=$!
+for job in "${jobs[@]}"; do
+  folder=$work/out/$(folder_of "$job")
+  read -ra words <<<"$job"
+  [[ -d $root/site-${words[0]} ]] || { printf 'error: %s has no site-%s\n' "$root" "${words[0]}" >&2; exit 2; }
+  mkdir -p "$folder"
+  "$what" "$job" "$folder" "${arguments[@]}" "${words[@]:1}" &
+  process[$job]=$!
 done
-for release in "${releases[@]}"; do
+for job in "${jobs[@]}"; do
   verdict=passed
-  wait "${job[$release]}" || verdict=FAILED failed=1
-  folder=$work/out/$(folder_of "$release")
-  printf '%-7s %s: %s\n' "$release" "$verdict" "$(tail -n 1 "$folder/log" 2>/dev/null)"
+  wait "${process[$job]}" || verdict=FAILED failed=1
+  folder=$work/out/$(folder_of "$job")
+  printf '%-7s %s: %s\n' "$job" "$verdict" "$(tail -n 1 "$folder/log" 2>/dev/null)"
   [[ $what == tests ]] || cat "$folder/times.jsonl"
 done
 [[ $what == tests ]] || cat "$work"/out/*/times.jsonl >"$out/times.jsonl"
