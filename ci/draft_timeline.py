@@ -7,7 +7,7 @@ Runs one engine of the given method in this process, with random weights, and pr
 activities alone, which leaves the host as fast as it is.  A marker kernel before and after ``propose`` bounds the draft
 phase.  The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's start to
 the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's start to
-the next.
+the next, and ``iteration_busy_us`` what kernels run in it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ab_time import arrive, turn
+
 from vllm_eagle_mrv2.cli.bench_engines import Comparison, shape_subject
 from vllm_eagle_mrv2.cli.shapes import Shape
 from vllm_eagle_mrv2.method import METHOD
 
 MARKER = "spin_kernel"
-NAME_LENGTH = 60
+NAME_LENGTH = 100
 
 
 class Event(NamedTuple):
@@ -73,6 +75,10 @@ def summary(events: list[Event]) -> dict[str, Any]:
         kernels.setdefault(event.name[:NAME_LENGTH], []).append(event.end - event.start)
     return {
         "iterations": len(phases),
+        "iteration_busy_us": statistics.median(
+            busy([event for event in events if a[0].start <= event.start < b[0].start]) for a, b in pairwise(phases)
+        )
+        / 1e3,
         "iteration_us": statistics.median(b[0].start - a[0].start for a, b in pairwise(phases)) / 1e3,
         "phase_us": statistics.median(spans) / 1e3,
         "busy_us": statistics.median(working) / 1e3,
@@ -101,18 +107,8 @@ def record_capture(into: dict[str, Any]) -> None:
     runner.capture_model = recorded
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("method", choices=("stock", METHOD))
-    parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
-    parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
-    parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Start the engine, and profile it."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.method == "stock":
@@ -148,8 +144,8 @@ def main() -> None:
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in job.prompts[: options.batch]]
     llm.generate(prompts, params, use_tqdm=False)
     runner.speculator.propose = marked
-    llm.generate(prompts, params, use_tqdm=False)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    profiled = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with turn(options.together), profiled as profile:
         llm.generate(prompts, params, use_tqdm=False)
         torch.cuda.synchronize()
     recorded: Any = profile.profiler
@@ -164,7 +160,27 @@ def main() -> None:
         **{name: getattr(options, name) for name in ("family", "steps", "batch", "disable")},
         "shape": options.shape.value,
     }
-    print(json.dumps(about | found | summary(events)))
+    return about | found | summary(events)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=("stock", METHOD))
+    parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
+    parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
+    parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
+    parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"), help="as in ci/ab_time.py")
+    options = parser.parse_args()
+    try:
+        print(json.dumps(measure(options)))
+    finally:
+        if options.together:
+            arrive(options.together)
 
 
 if __name__ == "__main__":

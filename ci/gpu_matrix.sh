@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# tests/gpu, or ci/ab_time.py, for several stock releases at once on one GPU, on a machine with torch and no network:
+# Several stock releases at once on one GPU, on a machine with torch and no network:
 #
-#   bash ci/gpu_matrix.sh ROOT OUT tests RELEASE...                    every release at the same time
-#   bash ci/gpu_matrix.sh ROOT OUT times RELEASE... [-- ARGUMENTS]     engines up together, measured one at a time
+#   bash ci/gpu_matrix.sh ROOT OUT tests RELEASE... [-- ARGUMENTS]       tests/gpu, every release at the same time
+#   bash ci/gpu_matrix.sh ROOT OUT times RELEASE... [-- ARGUMENTS]       ci/ab_time.py: engines up together, measured in turn
+#   bash ci/gpu_matrix.sh ROOT OUT timelines RELEASE... [-- ARGUMENTS]   ci/draft_timeline.py, likewise
 #
 # A RELEASE may bring arguments of its own, '0.26.0 --steps 7 --batch 1 32', and stand there several times. Tests named by
 # a path take the place of tests/gpu.
@@ -10,7 +11,7 @@
 # ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel) and site-deps (what they need
 # beside torch and triton); site-plugin, with this package and its entry point, is made there.
 #
-# OUT gets one tests.tar.gz (log and JUnit reports by release) or times.tar.gz (logs) with times.jsonl, for
+# OUT gets one tests.tar.gz (log and JUnit reports by release), or times.tar.gz (logs) with times.jsonl, for
 # ci/gpu_result.py. Ends with a line for each release; the exit status is 1 where any of them failed.
 # EAGLE_MRV2_LIMIT=570 stops what still runs after so many seconds; what it wrote is kept.
 set -euo pipefail
@@ -40,7 +41,7 @@ on() {
   env PYTHONPATH="$root/site-plugin:$root/site-$release:$root/site-deps" \
     HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false \
     VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT="$caches/vllm" TRITON_CACHE_DIR="$caches/triton" \
-    timeout --kill-after=10 "${EAGLE_MRV2_LIMIT:-3600}" "$@"
+    timeout --signal=INT --kill-after=20 "${EAGLE_MRV2_LIMIT:-3600}" "$@"
 }
 
 tests() { # job, folder, arguments
@@ -60,13 +61,15 @@ tests() { # job, folder, arguments
   return "$status"
 }
 
-times() { # job, folder, arguments
-  local job=$1 folder=$2
-  shift 2
-  on "$job" "$python" ci/ab_time.py --together "${#jobs[@]}" "$work/turns" "$@" >"$folder/times.jsonl" 2>"$folder/log"
+in_turn() { # script, job, folder, arguments
+  local script=$1 job=$2 folder=$3
+  shift 3
+  on "$job" "$python" "$script" --together "${#jobs[@]}" "$work/turns" "$@" >"$folder/$what.jsonl" 2>"$folder/log"
 }
+times() { in_turn ci/ab_time.py "$@"; }
+timelines() { in_turn ci/draft_timeline.py "$@"; }
 
-case $what in tests | times) ;; *) usage ;; esac
+case $what in tests | times | timelines) ;; *) usage ;; esac
 mkdir -p "$out" "$work/out"
 mkdir "$work/source" # a build leaves its traces
 cp -r vllm_eagle_mrv2 ci pyproject.toml setup.py README.md LICENSE "$work/source"
@@ -87,8 +90,8 @@ for job in "${jobs[@]}"; do
   wait "${process[$job]}" || verdict=FAILED failed=1
   folder=$work/out/$(folder_of "$job")
   printf '%-7s %s: %s\n' "$job" "$verdict" "$(tail -n 1 "$folder/log" 2>/dev/null)"
-  [[ $what == tests ]] || cat "$folder/times.jsonl"
+  [[ $what == tests ]] || cat "$folder/$what.jsonl"
 done
-[[ $what == tests ]] || cat "$work"/out/*/times.jsonl >"$out/times.jsonl"
+[[ $what == tests ]] || cat "$work/out"/*/"$what.jsonl" >"$out/$what.jsonl"
 tar -czf "$out/$what.tar.gz" -C "$work/out" .
 exit "$failed"
