@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -85,6 +86,10 @@ def summary(events: list[Event]) -> dict[str, Any]:
         "idle_share": round(1 - statistics.median(b / s for b, s in zip(working, spans, strict=True)), 4),
         "largest_gaps_us": sorted((round((b.start - a.end) / 1e3, 1) for a, b in pairwise(example)), reverse=True)[:5],
         "launches": len(example),
+        "sequence": [
+            [round((b.start - a.end) / 1e3, 1), round((b.end - b.start) / 1e3, 1), b.name[:NAME_LENGTH]]
+            for a, b in pairwise(example)
+        ],
         "kernels": {
             name: {"count": len(times), "us": round(sum(times) / 1e3, 1)}
             for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
@@ -122,6 +127,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     record_capture(found)
     with tempfile.TemporaryDirectory() as folder:
         subject = shape_subject(Path(folder), options.shape, options.family, options.batch)
+        sys.path[:0] = subject.plugins.values()
         comparison = Comparison(subject=subject, overrides=options.engine)
         method = options.family if options.method == "stock" else f"{METHOD}:{options.family}"
         job = comparison.job(options.steps, method, {"disable": options.disable} if options.disable else {})

@@ -27,6 +27,7 @@ while (($#)); do
   shift
 done
 python=${PYTHON:-python3}
+PROCESSES=4 # at a time, for the tests of 0.20
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -45,7 +46,7 @@ on() {
 }
 
 tests() { # job, folder, arguments
-  local release=${1%% *} folder=$2 status=0 reports=0 test
+  local release=${1%% *} folder=$2 reports=0 test
   local pytest=(on "$1" "$python" -m pytest -p no:cacheprovider)
   shift 2
   [[ " $*" == *" tests/"* ]] || set -- tests/gpu "$@"
@@ -56,9 +57,13 @@ tests() { # job, folder, arguments
   # An engine of 0.20 leaves behind what the next one of the process trips over.
   "${pytest[@]}" --collect-only -q "$@" >"$folder/collected"
   while read -r test; do
-    "${pytest[@]}" --junit-xml="$folder/$((++reports)).xml" "$test" >>"$folder/log" 2>&1 </dev/null || status=1
+    ((++reports <= PROCESSES)) || wait -n
+    { "${pytest[@]}" --junit-xml="$folder/$reports.xml" "$test" >"$folder/$reports.log" 2>&1 </dev/null ||
+      echo "$test" >>"$folder/failed"; } &
   done < <(grep :: "$folder/collected")
-  return "$status"
+  wait
+  cat "$folder"/*.log >"$folder/log"
+  [[ ! -e $folder/failed ]]
 }
 
 in_turn() { # script, job, folder, arguments

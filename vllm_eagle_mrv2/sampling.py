@@ -44,7 +44,7 @@ class OwnSampling:
             idx_mapping,
             self.temperature,
             self.seeds,
-            positions + 1,
+            positions,
             self.current_draft_step,
             self.draft_logits if keep_logits else None,
             salted=self.options.enabled(Behaviour.INDEPENDENT_DRAFT_NOISE),

@@ -102,8 +102,8 @@ class DraftHost(Protocol):
     def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
         """Slot mappings, then attention metadata, for the positions and lengths in the buffers."""
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:
-        """Bring slot mappings and metadata up to date by device work alone."""
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+        """Bring slot mappings and metadata up to date by device work alone; the metadata to go on with."""
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         """Called before the replay of a graph that holds all draft decodes."""
@@ -318,7 +318,7 @@ class DraftLoop:
         """All draft decodes, the metadata refreshed on the device before each; one graph holds them (#46849)."""
         for step in range(1, num_draft_tokens):
             if attn_metadata is not None and (step == 1 or self._rebuild_each_step):
-                self.host.refresh_decode_metadata(num_reqs, num_tokens, attn_metadata)
+                attn_metadata = self.host.refresh_decode_metadata(num_reqs, num_tokens, attn_metadata)
             self.decode(
                 num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, num_draft_tokens
             )

@@ -189,8 +189,8 @@ def recorded(speculator: Any) -> Slots:
         original(batch)
         live = batch.num_reqs
 
-    def refresh(num_reqs: int, num_tokens: int, metadata: Any) -> None:
-        original(num_reqs, num_tokens, metadata)
+    def refresh(num_reqs: int, num_tokens: int, metadata: Any) -> Any:
+        refreshed = original(num_reqs, num_tokens, metadata)
         block_size = tables.block_sizes[0]
         for row in range(live):
             position = int(loop.buffers.positions[row])
@@ -198,6 +198,7 @@ def recorded(speculator: Any) -> Slots:
             slots.right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
         slots.padding.append(tables.slot_mappings[0, live:num_tokens].tolist())
         slots.padding.append(loop.buffers.idx_mapping[live:num_reqs].tolist())
+        return refreshed
 
     original = speculator.refresh_decode_metadata
     speculator.begin_decode, speculator.refresh_decode_metadata = begin, refresh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,10 +14,17 @@ FLASHINFER: dict[str, Any] = {"attention_config": {"backend": "FLASHINFER"}}
 PROMPTS = held_out_prompts(5)
 
 
-@pytest.fixture(scope="module")
-def stock() -> tuple[list[list[list[int]]], float]:
-    """Tokens of batches of 1, 3 and 5, and the acceptance length."""
-    with engine("eagle", **FLASHINFER, compilation_config=SIZES) as llm:
+# Without compilation there is nothing piecewise, and the target runs eagerly.
+COMPILATION: dict[str, dict[str, Any]] = {
+    "PIECEWISE": SIZES | {"cudagraph_mode": "FULL_AND_PIECEWISE"},
+    "NONE": SIZES | {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+
+
+@functools.cache
+def stock(target: str) -> tuple[list[list[list[int]]], float]:
+    """Tokens of batches of 1, 3 and 5, and the acceptance length; compiled code rounds in other places."""
+    with engine("eagle", **FLASHINFER, compilation_config=COMPILATION[target]) as llm:
         tokens = [greedy(llm, PROMPTS[:n], TOKENS) for n in (1, 3, 5)]
         acceptance = Acceptance(llm)
         greedy(llm, PROMPTS, TOKENS)
@@ -41,13 +49,9 @@ def test_batches_of_the_largest_graph() -> None:
 
 @pytest.mark.parametrize("disable", [[], ["draft_graphs_by_support"]])
 @pytest.mark.parametrize("target", ["PIECEWISE", "NONE"])
-def test_draft_decode_has_graphs(target: str, disable: list[str], stock: tuple[list[list[list[int]]], float]) -> None:
-    tokens, length = stock
-    # Without compilation there is nothing piecewise, and the target runs eagerly.
-    compilation: dict[str, Any] = SIZES if target == "PIECEWISE" else SIZES | {"mode": 0}
-    compilation = compilation | {
-        "cudagraph_mode": "FULL_AND_PIECEWISE" if target == "PIECEWISE" else "FULL_DECODE_ONLY"
-    }
+def test_draft_decode_has_graphs(target: str, disable: list[str]) -> None:
+    tokens, length = stock(target)
+    compilation = COMPILATION[target]
     with engine("eagle_mrv2", options={"disable": disable}, **FLASHINFER, compilation_config=compilation) as llm:
         speculator = speculator_of(llm)
         if runner_of(llm).cudagraph_manager.cudagraph_mode.has_full_cudagraphs():

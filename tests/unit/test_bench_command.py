@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,25 @@ def test_what_the_engines_are_started_with() -> None:
     assert job.arguments["max_model_len"] == 512
     assert job.arguments["gpu_memory_utilization"] == 0.42
     assert job.arguments["enable_prefix_caching"] is False
+
+
+def test_a_random_eagle3_head_keeps_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = shape_subject(tmp_path, Shape.b8, "eagle3", 1)
+    (name, folder), *others = subject.plugins.items()
+    assert not others
+    assert subject.environment({"PYTHONPATH": "elsewhere", "VLLM_PLUGINS": "eagle_mrv2"}) == {
+        "PYTHONPATH": f"{folder}:elsewhere",
+        "VLLM_PLUGINS": f"eagle_mrv2,{name}",
+    }
+    assert subject.environment({}) == {"PYTHONPATH": folder}
+    assert shape_subject(tmp_path, Shape.b8, "eagle", 1).environment({"PYTHONPATH": "elsewhere"}) == {}
+
+    head = pytest.importorskip("vllm.model_executor.models.llama_eagle3").Eagle3LlamaForCausalLM
+    monkeypatch.setattr(head, "has_own_lm_head", False, raising=False)
+    monkeypatch.syspath_prepend(folder)
+    (plugin,) = entry_points(group="vllm.general_plugins", name=name)
+    plugin.load()()
+    assert head.has_own_lm_head is True
 
 
 def test_names_of_the_sides() -> None:

@@ -493,7 +493,7 @@ def test_every_group_is_refreshed_after_the_slots() -> None:
         [SimpleNamespace(update_draft_decode_metadata=lambda metadata, name=name: order.append((name, metadata)))]
         for name in "ab"
     ]
-    host.refresh_decode_metadata(4, 4, "metadata")
+    assert host.refresh_decode_metadata(4, 4, "metadata") == "metadata"
     assert order == ["slots", ("a", "metadata"), ("b", "metadata")]
 
 

@@ -235,9 +235,10 @@ class ToyHost:
         self._look(batch.num_reqs)
         return f"metadata {step}", f"slots {step}"
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         self.calls.append(("refresh_decode_metadata",))
         self._look(len(ROWS))
+        return f"refreshed {len(self.named('refresh_decode_metadata'))}"
 
     def _look(self, num_reqs: int) -> None:
         self.lengths_at_builds.append(self.loop.buffers.seq_lens[:num_reqs].tolist())
@@ -375,14 +376,16 @@ def test_metadata_describes_the_step_that_it_is_for(refreshes: bool, full_graphs
 
 
 @pytest.mark.parametrize(
-    ("disable", "refreshes"), [(None, 3), (Behaviour.DECODE_METADATA_REBUILD, 1)], ids=["on", "off"]
+    ("disable", "refreshed"),
+    [(None, [1, 2, 3]), (Behaviour.DECODE_METADATA_REBUILD, [1, 1, 1])],
+    ids=["on", "off"],
 )
-def test_a_fused_run_refreshes_on_the_device(disable: Behaviour | None, refreshes: int) -> None:
+def test_a_fused_run_refreshes_on_the_device(disable: Behaviour | None, refreshed: list[int]) -> None:
     host = ToyHost(refreshes_in_graph=True)
     loop_on(host, 4, disable=disable).propose(batch_of(ROWS, 4))
     assert host.named("build_decode_metadata") == [(1,)]
-    assert len(host.named("refresh_decode_metadata")) == refreshes
-    assert host.inputs[1:] == [("metadata 1", "slots 1")] * 3
+    assert len(host.named("refresh_decode_metadata")) == refreshed[-1]
+    assert host.inputs[1:] == [(f"refreshed {number}", "slots 1") for number in refreshed]
 
 
 def test_full_graphs_are_replayed_step_by_step() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from vllm_eagle_mrv2.cli.bench_types import Batch, Job, Round, Row, Started
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
-from vllm_eagle_mrv2.cli.shapes import Shape, token_prompts, write_configs
+from vllm_eagle_mrv2.cli.shapes import OWN_HEAD_PLUGIN, Shape, token_prompts, write_configs, write_own_head
 from vllm_eagle_mrv2.method import METHOD
 from vllm_eagle_mrv2.options import OPTIONS_KEY
 
@@ -33,6 +34,18 @@ class Subject:
     arguments: dict[str, Any]
     """Arguments for ``LLM``."""
     offline: bool = False
+    plugins: dict[str, str] = field(default_factory=dict)
+    """vLLM plugins that its engines load besides those installed: name -> folder."""
+
+    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """What the plugins change in an environment."""
+        if not self.plugins:
+            return {}
+        path = [*self.plugins.values(), *filter(None, [variables.get("PYTHONPATH")])]
+        changed = {"PYTHONPATH": os.pathsep.join(path)}
+        if "VLLM_PLUGINS" in variables:
+            changed["VLLM_PLUGINS"] = ",".join([variables["VLLM_PLUGINS"], *self.plugins])
+        return changed
 
 
 def shape_subject(folder: Path, shape: Shape, family: str, largest_batch: int) -> Subject:
@@ -46,7 +59,9 @@ def shape_subject(folder: Path, shape: Shape, family: str, largest_batch: int) -
         _FIXED_KV_CACHE: 4 * 2**30,
     }
     title = f"shape {shape.value}, {family}, random weights"
-    return Subject(title, target, draft, family, token_prompts(largest_batch), arguments, offline=True)
+    plugins = {OWN_HEAD_PLUGIN: write_own_head(folder / "plugins")} if family == "eagle3" else {}
+    prompts = token_prompts(largest_batch)
+    return Subject(title, target, draft, family, prompts, arguments, offline=True, plugins=plugins)
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,7 @@ class Comparison:
 
     def _process(self, side: int, method: str) -> EngineProcess:
         variables = environment(method, **({"HF_HUB_OFFLINE": "1"} if self.subject.offline else {}))
+        variables |= self.subject.environment(variables)
         return EngineProcess("vllm_eagle_mrv2.cli.bench_worker", self.names[side], variables, self.verbose)
 
     def job(self, k: int, method: str, options: dict[str, Any]) -> Job:

@@ -10,6 +10,7 @@ PROMPT_TOKENS = 128
 VOCABULARY = 128256
 DRAFT_VOCABULARY = 32000
 """Rows of an EAGLE-3 head's own vocabulary."""
+OWN_HEAD_PLUGIN = "eagle_mrv2_own_head"
 
 
 class Shape(str, Enum):
@@ -81,6 +82,25 @@ def write_configs(folder: Path, shape: Shape, family: str) -> tuple[str, str]:
         (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
         paths.append(str(path))
     return paths[0], paths[1]
+
+
+def write_own_head(folder: Path) -> str:
+    """Write a vLLM plugin that has an EAGLE-3 head keep its own output rows; the folder is for ``PYTHONPATH``.
+
+    Checkpoints say so by containing them.  Without a checkpoint vLLM takes the target's, which are four times as many.
+    """
+    information = folder / f"{OWN_HEAD_PLUGIN}-0.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {OWN_HEAD_PLUGIN}\nVersion: 0\n")
+    (information / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\n{OWN_HEAD_PLUGIN} = {OWN_HEAD_PLUGIN}:install\n"
+    )
+    (folder / f"{OWN_HEAD_PLUGIN}.py").write_text(
+        "def install():\n"
+        "    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM\n\n"
+        "    Eagle3LlamaForCausalLM.has_own_lm_head = True\n"
+    )
+    return str(folder)
 
 
 def token_prompts(count: int) -> list[list[int]]:

@@ -277,7 +277,7 @@ class StockHost(DraftGraphs):
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         """Nothing to do."""
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         raise NotImplementedError("this release has no refresh that a graph can hold")
 
     def _draft_hidden_states(

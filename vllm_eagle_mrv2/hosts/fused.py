@@ -227,11 +227,12 @@ class FusedHost(StockHost):
         attn_metadata = self.ragged_metadata(batch, run)
         return attn_metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         self.compute_slot_mappings(num_reqs, num_tokens)
         for groups in self.attn_groups:
             for group in groups:
                 group.update_draft_decode_metadata(attn_metadata)
+        return attn_metadata
 
     # Capture
 

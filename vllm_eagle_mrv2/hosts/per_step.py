@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
     def decodes_fused(self, run: GraphRun) -> bool:
         return run.full and self.refreshes_in_graph
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         buffers = self.loop.buffers
         slot_mappings = self.block_tables.compute_slot_mappings(
             # Rows of padding have no tokens, so their idx_mapping of -1 is not followed.
@@ -149,16 +150,16 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
             buffers.positions[:num_reqs],
             num_tokens,
         )
-        # The new metadata lies in the same buffers as that which the graph reads.
-        self._build(
-            num_reqs,
-            num_tokens,
-            _decode_query_start_loc(num_reqs, num_reqs),
-            1,
-            slot_mappings,
-            None,
-            max_seq_len=self.max_model_len,
-        )
+        with _schedules_kept(chain.from_iterable(self.attn_groups)):
+            return self._build(
+                num_reqs,
+                num_tokens,
+                _decode_query_start_loc(num_reqs, num_reqs),
+                1,
+                slot_mappings,
+                None,
+                max_seq_len=self.max_model_len,
+            )
 
     def before_forward(self, num_tokens: int) -> None:
         # A graph would keep the padded number.
@@ -272,6 +273,34 @@ def _builds_on_device(builder: Any) -> bool:
     # FlashInfer's own decode kernels need a plan by the host; XQA and trtllm-gen read lengths and blocks on the device.
     device_lengths = name == _FLASHINFER and getattr(builder, "use_trtllm_decode_attention", False)
     return name in _CAPTURABLE_BUILDERS or device_lengths
+
+
+class _Schedule:
+    """Stands for the buffer into which FlashAttention's builder copies schedules: hands out the newest itself."""
+
+    def __setitem__(self, rows: slice, value: Any) -> None:
+        if isinstance(value, torch.Tensor):  # or the zeros behind it
+            self._newest = value
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self._newest
+
+
+@contextlib.contextmanager
+def _schedules_kept(groups: Iterable[Any]) -> Iterator[None]:
+    """For metadata that is built inside a capture: a schedule then lies in the graph's own memory, where it can stay.
+
+    In the builder's buffer it takes a copy, and a fill behind it, at every draft step.
+    """
+    builders = [group.get_metadata_builder(0) for group in groups]
+    buffers = [(builder, builder.scheduler_metadata) for builder in builders if hasattr(builder, "scheduler_metadata")]
+    try:
+        for builder, _ in buffers:
+            builder.scheduler_metadata = _Schedule()
+        yield
+    finally:
+        for builder, buffer in buffers:
+            builder.scheduler_metadata = buffer
 
 
 @functools.lru_cache(maxsize=4096)

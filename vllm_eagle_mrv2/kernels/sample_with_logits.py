@@ -72,7 +72,7 @@ def _sample_blocks_kernel(
     score = scaled.to(tl.float64) if FP64 else scaled
     if temperature != 0.0:
         seed = tl.load(seeds_ptr + state, mask=live, other=0)
-        position = tl.load(positions_ptr + row)
+        position = tl.load(positions_ptr + row) + 1
         score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
     # Beside NaN any lane may win, those beyond the vocabulary too.
     score = tl.where(score == score, score, float("-inf"))
@@ -114,7 +114,7 @@ def sample_with_logits(
         idx_mapping: [n] request state of each row; a row of -1 is padding, it stores nothing.
         temperature: [R] float32; 0 takes the argmax.
         seeds: [R] int64.
-        positions: [n] int64, position of the token that is drafted.
+        positions: [n] int64, position before that of the token that is drafted.
         draft_step: [] int64, on the device.
         draft_logits: [R, K, V], written at [state, draft_step]; None stores nothing.
         salted: draw other random numbers than the target does.

@@ -64,7 +64,7 @@ class _Stock(CompletedEagleSpeculator):
             idx_mapping,
             temperature,
             seeds,
-            positions + 1,
+            positions,
             draft_step,
             None,
             salted=False,

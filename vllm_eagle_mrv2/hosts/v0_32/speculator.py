@@ -47,10 +47,11 @@ class _Host(FusedHost):
     def refreshes_in_graph(self) -> bool:
         return self.supports_decode_metadata_update
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> None:
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         self.compute_slot_mappings(num_reqs, num_tokens)
         stock: Any = self
         stock._update_draft_decode_metadata(attn_metadata, num_reqs)
+        return attn_metadata
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         for groups in self.attn_groups:
