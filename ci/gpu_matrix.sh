@@ -8,8 +8,9 @@
 # A RELEASE may bring arguments of its own, '0.26.0 --steps 7 --batch 1 32', and stand there several times. Tests named by
 # a path take the place of tests/gpu.
 #
-# ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel) and site-deps (what they need
-# beside torch and triton); site-plugin, with this package and its entry point, is made there.
+# ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel, and what else is not as the
+# others need it) and site-deps (what they all need beside torch and triton); site-plugin, with this package and its entry
+# point, is made there.
 #
 # OUT gets one tests.tar.gz (log and JUnit reports by release), or times.tar.gz (logs) with times.jsonl, for
 # ci/gpu_result.py. Ends with a line for each release; the exit status is 1 where any of them failed.
@@ -36,10 +37,12 @@ folder_of() { printf '%s' "${1//[^0-9a-zA-Z._-]/_}"; }
 
 # The rest of the arguments, on the release of a job; caches apart, as releases generate other code for the same shapes.
 on() {
-  local release=${1%% *} caches
+  local release=${1%% *} caches libraries
   caches=$work/caches/$(folder_of "$1")
+  libraries=$(printf '%s:' "$root/site-$release"/nvidia/*/lib)
   shift
   env PYTHONPATH="$root/site-plugin:$root/site-$release:$root/site-deps" \
+    LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:-}" \
     HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false \
     VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT="$caches/vllm" TRITON_CACHE_DIR="$caches/triton" \
     timeout --signal=INT --kill-after=20 "${EAGLE_MRV2_LIMIT:-3600}" "$@"

@@ -148,6 +148,8 @@ def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
         block_size = tables.block_sizes[0]
         for row in range(live):
             position = int(loop.buffers.positions[row])
+            if position // block_size >= tables.num_blocks.np[0, int(loop.buffers.idx_mapping[row])]:
+                continue  # below 0.23 a new request has no blocks yet for drafts beyond its prompt's last block
             block = int(tables.input_block_tables[0][row, position // block_size])
             right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
 

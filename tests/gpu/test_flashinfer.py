@@ -64,4 +64,4 @@ def test_draft_decode_has_graphs(target: str, disable: list[str]) -> None:
         assert disable or {f"decode of {n}" for n in (1, 4, 8)} <= replays.keys()
         acceptance = Acceptance(llm)
         greedy(llm, PROMPTS, TOKENS)
-        assert acceptance.length >= length - 0.02
+        assert acceptance.length >= length - 0.04  # batches padded to other sizes round otherwise
