@@ -148,12 +148,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     params = vllm.SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False)
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in job.prompts[: options.batch]]
-    llm.generate(prompts, params, use_tqdm=False)
     runner.speculator.propose = marked
-    profiled = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    with turn(options.together), profiled as profile:
+    with turn(options.together):
         llm.generate(prompts, params, use_tqdm=False)
-        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            llm.generate(prompts, params, use_tqdm=False)
+            torch.cuda.synchronize()
     recorded: Any = profile.profiler
     events = sorted(
         Event(one.start_ns(), one.end_ns(), one.name())

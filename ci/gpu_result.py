@@ -1,9 +1,11 @@
 """Puts together what came out of one release on a GPU: ci/results/h200-vllm-X.Y.Z.json.
 
-    python ci/gpu_result.py 0.26.0 --reports gpu-0.26.0.xml --times ab.json --date 2026-11-21 [--note TEXT]
+    python ci/gpu_result.py 0.26.0 --reports gpu-0.26.0.xml --times ab.json --date 2026-11-21 \
+        --commit d0f8278 [--note TEXT]
 
-The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties; the times are lines
-that ci/ab_time.py printed, those of other releases are passed over.
+The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties; of a test that is in
+several, the last counts, so a run that was cut short can be gone on with.  The times are lines that ci/ab_time.py
+printed, those of other releases are passed over.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +29,17 @@ BUILDS = {
 
 def read_reports(reports: list[Path]) -> dict[str, Any]:
     """Counts, acceptance by family at K=3, and the figures of the draft's metadata."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    verdicts: dict[str, str] = {}
     families: dict[str, Any] = {}
     metadata: dict[str, dict[str, float]] = {"stock": {}, "eagle_mrv2": {}}
     for report in reports:
         for case in ET.parse(report).getroot().iter("testcase"):
             name = case.get("name", "")
+            if not name:  # the whole run's, where it was cut short
+                continue
             failed = case.find("failure") is not None or case.find("error") is not None
-            counts["failed" if failed else "skipped" if case.find("skipped") is not None else "passed"] += 1
+            verdict = "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
+            verdicts[f"{case.get('classname')}::{name}"] = verdict
             found = {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
             if DRAFTS in name and found.get("k") == "3":
                 families[found["family"]] = {
@@ -43,7 +49,9 @@ def read_reports(reports: list[Path]) -> dict[str, Any]:
                 }
             if name in BUILDS:
                 metadata[BUILDS[name]] |= {key: float(value) for key, value in found.items()}
-    return {"tests": counts, "families": families, "draft_metadata": metadata}
+    counts = Counter(verdicts.values())
+    tests = {verdict: counts[verdict] for verdict in ("passed", "failed", "skipped")}
+    return {"tests": tests, "families": families, "draft_metadata": metadata}
 
 
 def read_times(file: Path, release: str) -> list[dict[str, Any]]:
@@ -63,6 +71,7 @@ def main() -> None:
     parser.add_argument("--reports", type=Path, nargs="+", required=True)
     parser.add_argument("--times", type=Path, required=True)
     parser.add_argument("--date", required=True)
+    parser.add_argument("--commit", required=True, help="of the code that ran")
     parser.add_argument("--note", action="append", default=[])
     options = parser.parse_args()
     target = RESULTS / f"h200-vllm-{options.version}.json"
@@ -71,7 +80,8 @@ def main() -> None:
         "vllm": options.version,
         "where": "H200",
         "date": options.date,
-        "command": ["pytest tests/gpu/test_mtp_graphs.py tests/gpu/test_graphs.py", "ci/ab_time.py --steps 3"],
+        "commit": options.commit,
+        "command": ["ci/gpu_matrix.sh ROOT OUT tests ...", "ci/gpu_matrix.sh ROOT OUT times ..."],
         "versions": {"python": "3.12.3", "torch": "2.11.0+cu130", "triton": "3.6.0"},
         **read_reports(options.reports),
         "iteration_ms": read_times(options.times, options.version),

@@ -96,6 +96,7 @@ class Result(Strict):
     families: dict[str, FamilyResult]
     iteration_ms: list[Iteration]
     notes: list[str]
+    commit: str | None = None
     draft_metadata: dict[Literal["stock", "eagle_mrv2"], DraftMetadata] = {}
     earlier: list[dict[str, Any]] = []
 

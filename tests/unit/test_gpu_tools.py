@@ -1,0 +1,79 @@
+"""What ci/ does with device code and with timelines; both run on machines with a GPU alone otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CI = Path(__file__).resolve().parents[2] / "ci"
+
+
+def module(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(CI))
+    return importlib.import_module(name)
+
+
+def fatbin(*codes: tuple[int, bytes]) -> bytes:
+    """As nvcc embeds it: a header, and an entry with its own header for each architecture."""
+    entries = b"".join(
+        struct.pack("<HHIQ", 2, 0x101, 64, len(code)).ljust(28, b"\0") + struct.pack("<I", sm).ljust(36, b"\0") + code
+        for sm, code in codes
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+
+
+def test_device_code_for_other_gpus_is_blanked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = module("gpu_pack", monkeypatch)
+    magic_in_code = struct.pack("<I", 0xBA55ED50) + b"no fatbin"
+    before = [
+        b"code of the host",
+        fatbin((75, b"seventyfive"), (90, b"ninety"), (120, b"later")),
+        magic_in_code,
+        fatbin((80, b"only eighty")),
+    ]
+    library = tmp_path / "lib.so"
+    library.write_bytes(b"".join(before))
+    pack.blank_device_code(library, 90)
+    blanked = fatbin((75, bytes(11)), (90, b"ninety"), (120, bytes(5)))
+    assert library.read_bytes() == b"".join([before[0], blanked, *before[2:]])
+
+
+def test_parts_make_up_the_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = module("gpu_pack", monkeypatch)
+    archives = []
+    for name, size in (("a.tar.xz", 250), ("b.tar.xz", 130)):
+        archives.append(tmp_path / name)
+        archives[-1].write_bytes(bytes(number % 251 for number in range(size)))
+    out = tmp_path / "parts"
+    assert pack.split(archives, out, 100) == 4
+    files = [file for file in sorted(out.glob("part-*/*")) if file.suffix != ".sh"]
+    assert all(sum(file.stat().st_size for file in files if file.parent == part) <= 100 for part in out.iterdir())
+    for archive in archives:
+        pieces = sorted((file for file in files if file.name.startswith(archive.name)), key=lambda file: file.name)
+        assert b"".join(piece.read_bytes() for piece in pieces) == archive.read_bytes()
+
+
+def test_what_a_timeline_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = module("draft_timeline", monkeypatch)
+    events = []
+    for iteration in range(8):
+        at = iteration * 1_000_000
+        for start, end, name in (
+            (0, 500_000, "verify"),
+            (510_000, 511_000, "spin_kernel(long)"),
+            (520_000, 600_000, "draft"),
+            (590_000, 620_000, "overlapping"),
+            (640_000, 720_000, "draft"),
+            (730_000, 731_000, "spin_kernel(long)"),
+        ):
+            events.append(timeline.Event(at + start, at + end, name))
+    found = timeline.summary(events)
+    assert found["iterations"] == 2
+    assert (found["phase_us"], found["busy_us"], found["idle_share"]) == (200.0, 180.0, 0.1)
+    assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
+    assert found["kernels"] == {"draft": {"count": 2, "us": 160.0}, "overlapping": {"count": 1, "us": 30.0}}
+    assert found["largest_gaps_us"] == [20.0, -10.0]
