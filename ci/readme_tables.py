@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,6 @@ from vllm_eagle_mrv2.hosts import all_hosts, host_for, supported
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "ci" / "results"
 CELLS = {"stock": "·", "eagle_mrv2": "●", "-": "-"}
-SHAPE, METHOD = "1b", "eagle"
 _MARKER = "<!-- {}: {} -->"
 
 
@@ -74,6 +73,19 @@ class Iteration(Strict):
     ratio: float
     quartiles: tuple[float, float] | None = None
     rounds: int | None = None
+    setting: str = ""
+    without: tuple[str, ...] = ()
+
+    @property
+    def case(self) -> str:
+        """What was measured, for a row of the table."""
+        setting = f", {self.setting}" if self.setting else ""
+        against = f", against ours without {', '.join(f'`{name}`' for name in self.without)}" if self.without else ""
+        return f"{self.shape} {self.method}, K={self.k}, batch {self.batch}{setting}{against}"
+
+    def __str__(self) -> str:
+        spread = f" ({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})" if self.quartiles else ""
+        return f"{self.ratio:.2f}{spread}"
 
 
 class DraftMetadata(Strict):
@@ -164,18 +176,16 @@ def results_section() -> str:
             lambda run: str(run.tests or "-"),
             _equality,
             _acceptance,
-            _ratio,
         )
         rows.append(
             [release, *("<br>".join(cell(run) for run in runs) for cell in cells)]
             if runs
-            else [release, "not run", *[""] * 5]
+            else [release, "not run", *[""] * 4]
         )
-    heads = ["vLLM", "ran on", "date", "tests passed", "tokens equal", "acceptance, ours / stock", "time, stock / ours"]
+    heads = ["vLLM", "ran on", "date", "tests passed", "tokens equal", "acceptance, ours / stock"]
     legend = (
         "Tokens equal: greedy; on the CPU (float32) to the run without speculation, on the H200 (bfloat16) to stock's. "
-        "Acceptance: mean accepted length at K=3. "
-        f"Time: per engine iteration, {METHOD} at the {SHAPE} shape, K=3, batch 1; above 1 is faster than stock."
+        "Acceptance: mean accepted length at K=3."
     )
     return _table(heads, rows, "---") + f"\n\n{legend}"
 
@@ -194,16 +204,18 @@ def _acceptance(run: Result) -> str:
     return ", ".join(f"{family} {number(one.eagle_mrv2)} / {number(one.stock)}" for family, one in pairs) or "-"
 
 
-def _ratio(run: Result) -> str:
-    return _find_ratio([run], (3, 1)) or "-"
-
-
-def _find_ratio(runs: Iterable[Result], point: tuple[int, int]) -> str:
-    for run in runs:
-        for one in run.iteration_ms:
-            if (one.shape, one.method) == (SHAPE, METHOD) and (one.k, one.batch) == point:
-                return f"{one.ratio:.3f}"
-    return ""
+def speed_section() -> str:
+    """Every case that was timed, by release."""
+    cells: dict[str, dict[str, str]] = {}
+    for release, runs in read_results().items():
+        for one in (one for run in runs for one in run.iteration_ms):
+            cells.setdefault(one.case, {})[release] = str(one)
+    columns = sorted({release for row in cells.values() for release in row}, key=Version)
+    rows = [[case, *(row.get(release, "-") for release in columns)] for case, row in cells.items()]
+    legend = (
+        "Time of stock / time of ours per engine iteration, with quartiles over the rounds; above 1, ours is faster."
+    )
+    return _table(["case", *columns], rows, "---") + f"\n\n{legend}"
 
 
 def metadata_section() -> str:
@@ -231,6 +243,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "supported": supported_section,
     "behaviours": behaviours_section,
     "results": results_section,
+    "speed": speed_section,
     "metadata": metadata_section,
 }
 

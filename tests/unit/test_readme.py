@@ -107,8 +107,27 @@ def test_a_release_has_one_row_for_all_its_runs(tables: ModuleType, results: Pat
     (row,) = (line for line in tables.results_section().splitlines() if line.startswith("| 0.26.0 |"))
     assert row == (
         "| 0.26.0 | CPU engine<br>H200 | 2026-11-22<br>2026-11-22 | -<br>41, 1 failed | -<br>eagle, **not mtp** "
-        "| -<br>eagle 2.62 / 2.50, mtp 1.50 / - | -<br>1.250 |"
+        "| -<br>eagle 2.62 / 2.50, mtp 1.50 / - |"
     )
+
+
+def test_what_was_timed(tables: ModuleType, results: Path) -> None:
+    one = {"shape": "1b", "method": "eagle", "k": 7, "batch": 1, "stock": [3.0], "eagle_mrv2": [2.5]}
+    rows = [
+        {**one, "ratio": 1.2, "quartiles": [1.19, 1.215], "rounds": 9},
+        {**one, "ratio": 1.5, "setting": "drafts from 32768 tokens"},
+        {**one, "ratio": 1.03, "without": ["two_stage_argmax"]},
+    ]
+    (results / "a.json").write_text(result(iteration_ms=rows))
+    (results / "b.json").write_text(result(vllm="0.22.1", iteration_ms=rows[:1]))
+    (results / "c.json").write_text(result(vllm="0.32.0", iteration_ms=[]))
+    assert tables.speed_section().splitlines()[:-2] == [
+        "| case | 0.22.1 | 0.26.0 |",
+        "| --- | --- | --- |",
+        "| 1b eagle, K=7, batch 1 | 1.20 (1.19 to 1.22) | 1.20 (1.19 to 1.22) |",
+        "| 1b eagle, K=7, batch 1, drafts from 32768 tokens | - | 1.50 |",
+        "| 1b eagle, K=7, batch 1, against ours without `two_stage_argmax` | - | 1.03 |",
+    ]
 
 
 def test_what_the_drafts_metadata_costs(tables: ModuleType, results: Path) -> None:
