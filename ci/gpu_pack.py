@@ -40,9 +40,9 @@ LEFT_OUT = re.compile(
 )
 # Of the wheels: what only development, other GPUs or other models use.
 SKIPPED = re.compile(
-    r"(torch/(include|share|test|bin/protoc)|libtorch_cuda_linalg|triton/backends/nvidia/lib/cupti|ptxas-blackwell|libproton|"
+    r"^torch/(share/|test/|bin/protoc)|libtorch_cuda_linalg|triton/backends/nvidia/lib/cupti|ptxas-blackwell|libproton|"
     r"triton/(instrumentation|plugins)/|triton/backends/amd/lib/|nccl/include/|_vllm_fa2_C|vllm-rs|_rust_tool_parser|"
-    r"third_party/(deep_gemm|flashmla)/|pycountry/locales/)"
+    r"third_party/(deep_gemm|flashmla)/|pycountry/locales/"
 )
 FATBIN = struct.Struct("<IHHQ")  # magic, version, size of the header, size of what follows
 ENTRY = struct.Struct("<HHIQ")  # kind, attributes, size of the header, size of the code; the architecture is at 28
