@@ -10,7 +10,7 @@ triton, torchvision and NCCL as the release asks for them, and all else that it 
 
 OUT gets part-1, part-2 ..., folders of at most ``--part-mb`` each, to be carried over and put into one folder there;
 ``bash unpack.sh ROOT`` in it then makes ROOT/site-X.Y.Z and ROOT/site-deps.  Device code that is not for ``--sm`` is
-blanked before it is compressed; what is packed runs on that GPU alone.
+blanked before it is compressed; what is packed runs on that GPU alone.  Needs tar, xz and strip.
 """
 
 from __future__ import annotations
