@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from ab_time import arrive, turn
 
 from vllm_eagle_mrv2.cli.bench_engines import Comparison, shape_subject
+from vllm_eagle_mrv2.cli.engine_process import environment
 from vllm_eagle_mrv2.cli.shapes import Shape
 from vllm_eagle_mrv2.method import METHOD
 
@@ -114,10 +115,8 @@ def record_capture(into: dict[str, Any]) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Start the engine, and profile it."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if options.method == "stock":
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    method = options.family if options.method == "stock" else f"{METHOD}:{options.family}"
+    os.environ |= environment(method, VLLM_LOGGING_LEVEL="WARNING") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
     import torch
     import vllm
@@ -129,7 +128,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         subject = shape_subject(Path(folder), options.shape, options.family, options.batch)
         sys.path[:0] = subject.plugins.values()
         comparison = Comparison(subject=subject, overrides=options.engine)
-        method = options.family if options.method == "stock" else f"{METHOD}:{options.family}"
         job = comparison.job(options.steps, method, {"disable": options.disable} if options.disable else {})
         began = time.perf_counter()
         llm = vllm.LLM(

@@ -42,7 +42,7 @@ on() {
   libraries=$(printf '%s:' "$root/site-$release"/nvidia/*/lib)
   shift
   env PYTHONPATH="$root/site-plugin:$root/site-$release:$root/site-deps" \
-    LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:-}" \
+    LD_LIBRARY_PATH="${libraries%:}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
     HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false \
     VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT="$caches/vllm" TRITON_CACHE_DIR="$caches/triton" \
     timeout --signal=INT --kill-after=20 "${EAGLE_MRV2_LIMIT:-3600}" "$@"

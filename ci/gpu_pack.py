@@ -46,7 +46,7 @@ SKIPPED = re.compile(
 )
 FATBIN = struct.Struct("<IHHQ")  # magic, version, size of the header, size of what follows
 ENTRY = struct.Struct("<HHIQ")  # kind, attributes, size of the header, size of the code; the architecture is at 28
-FATBIN_MAGIC, ARCHITECTURE_AT = 0xBA55ED50, 28
+FATBIN_MAGIC, ARCHITECTURE_AT = struct.pack("<I", 0xBA55ED50), 28
 
 UNPACK = """set -euo pipefail
 mkdir -p "$1"
@@ -125,18 +125,19 @@ def blank_device_code(library: Path, sm: int) -> None:
     if not library.stat().st_size:
         return
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as code:
-        at = code.find(struct.pack("<I", FATBIN_MAGIC))
+        at = code.find(FATBIN_MAGIC)
         while at >= 0:
             _, version, header, size = FATBIN.unpack_from(code, at)
-            if (version, header) != (1, 16) or at + header + size > len(code):
-                at = code.find(struct.pack("<I", FATBIN_MAGIC), at + 4)
+            end = at + header + size
+            if (version, header) != (1, 16) or end > len(code):
+                at = code.find(FATBIN_MAGIC, at + len(FATBIN_MAGIC))
                 continue
-            entries = list(_entries(code, at + header, at + header + size))
+            entries = list(_entries(code, at + header, end))
             if any(architecture == sm for architecture, _, _ in entries):
                 for architecture, start, length in entries:
                     if architecture != sm:
                         code[start : start + length] = bytes(length)
-            at = code.find(struct.pack("<I", FATBIN_MAGIC), at + header + size)
+            at = code.find(FATBIN_MAGIC, end)
 
 
 def _entries(code: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -1,7 +1,7 @@
 """Puts together what came out of one release on a GPU: ci/results/h200-vllm-X.Y.Z.json.
 
     python ci/gpu_result.py 0.26.0 --reports gpu-0.26.0.xml --times ab.json --date 2026-11-21 \
-        --commit d0f8278 [--note TEXT]
+        --commit d0f8278 --command 'pytest tests/gpu' [--note TEXT]
 
 The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties; of a test that is in
 several, the last counts, so a run that was cut short can be gone on with.  The times are lines that ci/ab_time.py
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--reports", type=Path, nargs="+", required=True)
     parser.add_argument("--times", type=Path, required=True)
     parser.add_argument("--date", required=True)
+    parser.add_argument("--command", action="append", required=True, help="what was run, as often as needed")
     parser.add_argument("--commit", required=True, help="of the code that ran")
     parser.add_argument("--note", action="append", default=[])
     options = parser.parse_args()
@@ -81,7 +82,7 @@ def main() -> None:
         "where": "H200",
         "date": options.date,
         "commit": options.commit,
-        "command": ["ci/gpu_matrix.sh ROOT OUT tests ...", "ci/gpu_matrix.sh ROOT OUT times ..."],
+        "command": options.command,
         "versions": {"python": "3.12.3", "torch": "2.11.0+cu130", "triton": "3.6.0"},
         **read_reports(options.reports),
         "iteration_ms": read_times(options.times, options.version),

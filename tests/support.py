@@ -135,6 +135,9 @@ def recorded_log() -> Iterator[list[str]]:
 @contextmanager
 def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
     """For each draft decode: whether every live request writes its keys and values where its position belongs."""
+    from packaging.version import Version
+    from releases import release
+
     right: list[bool] = []
     loop, tables = speculator.loop, speculator.block_tables
     live = 0
@@ -148,8 +151,9 @@ def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
         block_size = tables.block_sizes[0]
         for row in range(live):
             position = int(loop.buffers.positions[row])
-            if position // block_size >= tables.num_blocks.np[0, int(loop.buffers.idx_mapping[row])]:
-                continue  # below 0.23 a new request has no blocks yet for drafts beyond its prompt's last block
+            owned = tables.num_blocks.np[0, int(loop.buffers.idx_mapping[row])]
+            if release < Version("0.23") and position // block_size >= owned:
+                continue  # there a new request has no blocks yet for drafts beyond its prompt's last block
             block = int(tables.input_block_tables[0][row, position // block_size])
             right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
 

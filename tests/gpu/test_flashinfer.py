@@ -6,11 +6,15 @@ import functools
 from typing import Any
 
 import pytest
+from packaging.version import Version
+from releases import release
 from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
 from test_graphs import SIZES, TOKENS, counted_replays
 
 pytest.importorskip("flashinfer")
 FLASHINFER: dict[str, Any] = {"attention_config": {"backend": "FLASHINFER"}}
+# On 0.20.2, with an eager target, ours had 2.314 and stock 2.337, with draft graphs and without; why is not known.
+TOLERANCE = 0.04 if release < Version("0.22") else 0.02
 PROMPTS = held_out_prompts(5)
 
 
@@ -64,4 +68,4 @@ def test_draft_decode_has_graphs(target: str, disable: list[str]) -> None:
         assert disable or {f"decode of {n}" for n in (1, 4, 8)} <= replays.keys()
         acceptance = Acceptance(llm)
         greedy(llm, PROMPTS, TOKENS)
-        assert acceptance.length >= length - 0.04  # batches padded to other sizes round otherwise
+        assert acceptance.length >= length - TOLERANCE

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import struct
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-CI = Path(__file__).resolve().parents[2] / "ci"
-
-
-def module(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(CI))
-    return importlib.import_module(name)
+from ci_scripts import ci_module
 
 
 def fatbin(*codes: tuple[int, bytes]) -> bytes:
@@ -26,8 +17,8 @@ def fatbin(*codes: tuple[int, bytes]) -> bytes:
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
 
 
-def test_device_code_for_other_gpus_is_blanked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = module("gpu_pack", monkeypatch)
+def test_device_code_for_other_gpus_is_blanked(tmp_path: Path) -> None:
+    pack = ci_module("gpu_pack")
     magic_in_code = struct.pack("<I", 0xBA55ED50) + b"no fatbin"
     before = [
         b"code of the host",
@@ -42,8 +33,8 @@ def test_device_code_for_other_gpus_is_blanked(tmp_path: Path, monkeypatch: pyte
     assert library.read_bytes() == b"".join([before[0], blanked, *before[2:]])
 
 
-def test_parts_make_up_the_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = module("gpu_pack", monkeypatch)
+def test_parts_make_up_the_archives(tmp_path: Path) -> None:
+    pack = ci_module("gpu_pack")
     archives = []
     for name, size in (("a.tar.xz", 250), ("b.tar.xz", 130)):
         archives.append(tmp_path / name)
@@ -57,8 +48,8 @@ def test_parts_make_up_the_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert b"".join(piece.read_bytes() for piece in pieces) == archive.read_bytes()
 
 
-def test_what_a_timeline_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeline = module("draft_timeline", monkeypatch)
+def test_what_a_timeline_says() -> None:
+    timeline = ci_module("draft_timeline")
     events = []
     for iteration in range(8):
         at = iteration * 1_000_000
@@ -77,3 +68,18 @@ def test_what_a_timeline_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
     assert found["kernels"] == {"draft": {"count": 2, "us": 160.0}, "overlapping": {"count": 1, "us": 30.0}}
     assert found["largest_gaps_us"] == [20.0, -10.0]
+
+
+def test_the_last_report_of_a_test_counts(tmp_path: Path) -> None:
+    reports = []
+    for number, cases in enumerate(
+        (
+            '<testcase classname="gpu" name="a"/><testcase classname="gpu" name="b"><failure/></testcase>',
+            '<testcase classname="gpu" name="b"/><testcase classname="gpu" name="c"><skipped/></testcase><testcase/>',
+        )
+    ):
+        reports.append(tmp_path / f"{number}.xml")
+        reports[-1].write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    read = ci_module("gpu_result").read_reports
+    assert read(reports)["tests"] == {"passed": 2, "failed": 0, "skipped": 1}
+    assert read(reports[:1])["tests"] == {"passed": 1, "failed": 1, "skipped": 0}

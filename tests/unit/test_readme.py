@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from ci_scripts import ci_module
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -21,9 +21,7 @@ README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(CHECKOUT / "ci")
-        return importlib.import_module("readme_tables")
+    return ci_module("readme_tables")
 
 
 @pytest.fixture

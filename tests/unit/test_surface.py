@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from ci_scripts import ci_module
 
 from vllm_eagle_mrv2 import hosts
 from vllm_eagle_mrv2.hosts.spec import Host
@@ -91,7 +92,6 @@ FILES = {
             def __call__(self, *args, **kwargs): ...
         """,
 }
-CI = Path(__file__).parents[2] / "ci"
 LEAF = "surface_subject.sub.leaf"
 PRESENT = [
     Symbol(LEAF, "sample", ("logits", "idx")),
@@ -136,9 +136,7 @@ ABSENT = [
 
 @pytest.fixture(scope="module")
 def recorder() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(CI)
-        return importlib.import_module("record_surface")
+    return ci_module("record_surface")
 
 
 @pytest.fixture
