@@ -42,7 +42,7 @@ LEFT_OUT = re.compile(
 SKIPPED = re.compile(
     r"^torch/(share/|test/|bin/protoc)|libtorch_cuda_linalg|triton/backends/nvidia/lib/cupti|ptxas-blackwell|libproton|"
     r"triton/(instrumentation|plugins)/|triton/backends/amd/lib/|nccl/include/|_vllm_fa2_C|vllm-rs|_rust_tool_parser|"
-    r"third_party/(deep_gemm|flashmla)/|pycountry/locales/"
+    r"third_party/deep_gemm/|pycountry/locales/"
 )
 FATBIN = struct.Struct("<IHHQ")  # magic, version, size of the header, size of what follows
 ENTRY = struct.Struct("<HHIQ")  # kind, attributes, size of the header, size of the code; the architecture is at 28

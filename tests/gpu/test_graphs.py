@@ -283,13 +283,18 @@ def test_without_fused_decodes_every_step_is_built(record_property: Callable[[st
 
 
 def test_what_stock_builds(record_property: Callable[[str, object], None]) -> None:
-    """What the behaviours are measured against: 0.20 builds for draft prefills, and once for all draft decodes."""
+    """What the behaviours are measured against.
+
+    0.20 builds for draft prefills, and once for all draft decodes; 0.22 to 0.27 at every step; later ones not at all.
+    """
     prefill, decode = builds_of("eagle", [], record_property)
     old = release < Version("0.22")
     assert prefill == pytest.approx(1 if old else 0, abs=0.2)
-    assert decode == pytest.approx(1 if old else 2, abs=0.4)
+    steps = (1 if old else 2) if supplied("fused_draft_decode") else 0
+    assert decode == pytest.approx(steps, abs=0.4)
 
 
+@pytest.mark.skipif(not supplied("fused_draft_decode"), reason="stock's builders build nothing at run time")
 def test_what_stock_takes_for_the_maximum_length(record_property: Callable[[str, object], None]) -> None:
     with engine("eagle", compilation_config=STOCK_SIZES) as llm:
         seen = recorded_max_seq_lens(speculator_of(llm))

@@ -1,0 +1,60 @@
+"""Two tensor-parallel ranks on two GPUs: graphs that hold their exchanges draft what stock drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from releases import supplied
+from support import Acceptance, engine, greedy, held_out_prompts
+from test_graphs import SIZES, STOCK_SIZES, TOKENS
+from two_ranks import RANKS, VOCAB, drafts_on_two_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+PROMPTS = held_out_prompts(8)
+
+
+def _count_replays(worker: Any) -> None:
+    manager = worker.model_runner.speculator.prefill_cudagraph_manager
+    replay, manager.replays = manager.run_fullgraph, 0
+
+    def counted(descriptor: Any) -> Any:
+        manager.replays += 1
+        return replay(descriptor)
+
+    manager.run_fullgraph = counted
+
+
+def _replays(worker: Any) -> int:
+    count: int = worker.model_runner.speculator.prefill_cudagraph_manager.replays
+    return count
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_two_ranks_draft_what_stock_drafts(family: str, record_property: Callable[[str, object], None]) -> None:
+    with engine(family, family=family, compilation_config=STOCK_SIZES, **RANKS) as llm:
+        expected = [greedy(llm, PROMPTS[:n], TOKENS) for n in (1, 3, 8)]
+        acceptance = Acceptance(llm)
+        greedy(llm, PROMPTS, TOKENS)
+        record_property("stock", stock := acceptance.length)
+    for name, disable in (("local", []), ("gathered", ["local_argmax"])):
+        options = {"disable": disable}
+        with engine("eagle_mrv2", family=family, options=options, compilation_config=SIZES, **RANKS) as llm:
+            llm.collective_rpc(_count_replays)
+            assert [greedy(llm, PROMPTS[:n], TOKENS) for n in (1, 3, 8)] == expected
+            acceptance = Acceptance(llm)
+            greedy(llm, PROMPTS, TOKENS)
+            assert min(llm.collective_rpc(_replays)) > 10
+            record_property(name, acceptance.length)
+            assert acceptance.length >= stock - 0.02
+
+
+@pytest.mark.skipif(not supplied("local_argmax"), reason="this release samples every draft")
+def test_ranks_exchange_their_best_tokens() -> None:
+    for disable, width in (([], 2), (["local_argmax"], VOCAB // 2)):
+        _, acceptance, exchanged = drafts_on_two_ranks("eagle", {"disable": disable}, PROMPTS[:3], 16)
+        assert acceptance[0] > 0.2
+        assert [{size for size, _ in of_rank} for of_rank in exchanged] == [{width}] * 2
