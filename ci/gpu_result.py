@@ -19,6 +19,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DRAFTS = "draft_what_stock_drafts["
+VERSIONS = ["python=3.12.3", "torch=2.11.0+cu130", "triton=3.6.0"]
 BUILDS = {
     "test_what_stock_builds": "stock",
     "test_what_stock_takes_for_the_maximum_length": "stock",
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--date", required=True)
     parser.add_argument("--command", action="append", required=True, help="what was run, as often as needed")
     parser.add_argument("--commit", required=True, help="of the code that ran")
+    parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="NAME=VERSION")
     parser.add_argument("--note", action="append", default=[])
     options = parser.parse_args()
     target = RESULTS / f"h200-vllm-{options.version}.json"
@@ -83,7 +85,7 @@ def main() -> None:
         "date": options.date,
         "commit": options.commit,
         "command": options.command,
-        "versions": {"python": "3.12.3", "torch": "2.11.0+cu130", "triton": "3.6.0"},
+        "versions": dict(one.split("=", 1) for one in options.versions),
         **read_reports(options.reports),
         "iteration_ms": read_times(options.times, options.version),
         "notes": options.note,

@@ -89,11 +89,14 @@ class Iteration(Strict):
 
 
 class DraftMetadata(Strict):
-    """Builds of the draft's metadata for each of the target's, and the longest sequence that they were made for."""
+    """Builds of the draft's metadata for each of the target's, and the longest sequence that they were made for.
+
+    None where neither side builds any.
+    """
 
     draft_prefill_builds: float
     draft_decode_builds: float
-    max_seq_len: float
+    max_seq_len: float | None = None
 
 
 class Result(Strict):
@@ -231,7 +234,8 @@ def metadata_section() -> str:
 
 
 def _sides(metadata: Mapping[Any, DraftMetadata], field: str) -> str:
-    return " → ".join(f"{getattr(metadata[side], field):g}" for side in ("stock", "eagle_mrv2"))
+    values = [getattr(metadata[side], field) for side in ("stock", "eagle_mrv2")]
+    return "-" if None in values else " → ".join(f"{value:g}" for value in values)
 
 
 def _table(heads: list[str], rows: list[list[str]], rule: str) -> str:

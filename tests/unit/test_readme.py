@@ -133,6 +133,9 @@ def test_what_the_drafts_metadata_costs(tables: ModuleType, results: Path) -> No
     ours = builds | {"draft_prefill_builds": 0.0, "max_seq_len": 64.0}
     (results / "h200.json").write_text(result(draft_metadata={"stock": builds, "eagle_mrv2": ours}))
     assert tables.metadata_section().splitlines()[-1] == "| 0.26.0 | 1 → 0 | 2 → 2 | 256 → 64 |"
+    del builds["max_seq_len"]
+    (results / "h200.json").write_text(result(draft_metadata={"stock": builds, "eagle_mrv2": ours}))
+    assert tables.metadata_section().splitlines()[-1] == "| 0.26.0 | 1 → 0 | 2 → 2 | - |"
 
 
 def test_a_release_without_results_says_so(tables: ModuleType, results: Path) -> None:
