@@ -78,6 +78,10 @@ times() { in_turn ci/ab_time.py "$@"; }
 timelines() { in_turn ci/draft_timeline.py "$@"; }
 
 case $what in tests | times | timelines) ;; *) usage ;; esac
+for job in "${jobs[@]}"; do
+  # Before any starts: those that take turns would wait for one that never comes.
+  [[ -d $root/site-${job%% *} ]] || { printf 'error: %s has no site-%s\n' "$root" "${job%% *}" >&2; exit 2; }
+done
 mkdir -p "$out" "$work/out"
 mkdir "$work/source" # a build leaves its traces
 cp -r vllm_eagle_mrv2 ci pyproject.toml setup.py README.md LICENSE "$work/source"
@@ -88,7 +92,6 @@ failed=0
 for job in "${jobs[@]}"; do
   folder=$work/out/$(folder_of "$job")
   read -ra words <<<"$job"
-  [[ -d $root/site-${words[0]} ]] || { printf 'error: %s has no site-%s\n' "$root" "${words[0]}" >&2; exit 2; }
   mkdir -p "$folder"
   "$what" "$job" "$folder" "${arguments[@]}" "${words[@]:1}" &
   process[$job]=$!
