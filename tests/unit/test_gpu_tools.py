@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import zipfile
 from pathlib import Path
 
-from ci_scripts import ci_module
+from ci_scripts import CI, ci_module
 
 
 def fatbin(*codes: tuple[int, bytes]) -> bytes:
@@ -31,6 +34,48 @@ def test_device_code_for_other_gpus_is_blanked(tmp_path: Path) -> None:
     pack.blank_device_code(library, 90)
     blanked = fatbin((75, bytes(11)), (90, b"ninety"), (120, bytes(5)))
     assert library.read_bytes() == b"".join([before[0], blanked, *before[2:]])
+
+
+def test_what_a_release_imports_is_packed(tmp_path: Path) -> None:
+    """0.33 imports flashmla's Python at start-up, and torch its helper for shared memory and torch.testing."""
+    kept = {
+        "vllm/third_party/flashmla/flash_mla_interface.py",
+        "torch/bin/torch_shm_manager",
+        "torch/testing/__init__.py",
+    }
+    wheel = tmp_path / "release.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in (*kept, "vllm/third_party/deep_gemm/__init__.py", "torch/test/test_nn.py", "torch/bin/protoc"):
+            archive.writestr(name, "")
+    site = tmp_path / "site"
+    ci_module("gpu_pack").extract([wheel], site, 90)
+    assert {str(file.relative_to(site)) for file in site.rglob("*") if file.is_file()} == kept
+
+
+def test_a_missing_release_is_found_before_any_starts(tmp_path: Path) -> None:
+    """Those that take turns would wait for it until their limit."""
+    (tmp_path / "site-0.26.0").mkdir()
+    started = tmp_path / "started"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {started}\n")
+    python.chmod(0o755)
+    run = subprocess.run(
+        [
+            "bash",
+            str(CI / "gpu_matrix.sh"),
+            str(tmp_path),
+            str(tmp_path / "out"),
+            "times",
+            "0.26.0",
+            "0.20.2 --steps 7",
+        ],
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stderr) == (2, f"error: {tmp_path} has no site-0.20.2\n")
+    assert not started.exists()
 
 
 def test_parts_make_up_the_archives(tmp_path: Path) -> None:
