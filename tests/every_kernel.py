@@ -17,10 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from vllm_eagle_mrv2.buffers import SlotTable
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
+from vllm_eagle_mrv2.kernels.row_product import row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 
@@ -73,15 +76,29 @@ def call_every_kernel() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.randn(3, 5000, device=DEVICE).to(dtype)
         offsets = torch.arange(5000, device=DEVICE)
-        for form in ("tokens", "keys", "mapped keys"):
-            buffers, drafted, feedback = decoding(3, 1, hidden_dtype=dtype)
-            if form != "tokens":
+        for form in ("tokens", "pairs", "keys", "mapped keys"):
+            buffers, drafted, feedback = decoding(3, 1, hidden_dtype=dtype, form=form.removeprefix("mapped "))
+            if "keys" in form:
                 drafted = argmax_keys(logits, offsets if form == "mapped keys" else None)
             for offset in (0, 1):
                 buffers.last_token_indices.zero_()
                 buffers.live_reqs.fill_(2)
                 prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, sample_offset=offset)
-            update_after_step(buffers, drafted, feedback, 3, 3, 4096)
+            buffers.query_start_loc.copy_(torch.arange(9))
+            buffers.idx_mapping.zero_()
+            blocks = torch.arange(8 * 256, dtype=torch.int32, device=DEVICE).view(8, 256)
+            for slot_table in (None, SlotTable(blocks, torch.zeros(8, dtype=torch.int64, device=DEVICE), 16)):
+                buffers.draft_step.fill_(1)
+                update_after_step(buffers, drafted, feedback, 3, 3, 4096, slot_table)
+        for outputs, width in ((3, 96), (5, 5000)):
+            weight = torch.randn(outputs, width, device=DEVICE).to(dtype)
+            for bias in (None, weight[:, 0].contiguous()):
+                row_product(weight[0], weight, bias)
+        if dtype != torch.float32:
+            for rows in (2, 17, 64):
+                few_rows_product(
+                    torch.randn(rows, 200, device=DEVICE).to(dtype), torch.randn(70, 200, device=DEVICE).to(dtype)
+                )
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
         for kept in (torch.zeros(8, 3, 5000, device=DEVICE), None):
             for flag in (True, False):

@@ -26,6 +26,7 @@ class Behaviour(str, Enum):
     ONE_DRAFT_GRAPH = "one_draft_graph"
     DRAFT_GRAPHS_BY_SUPPORT = "draft_graphs_by_support"
     DRAFT_TOP_K_TOP_P = "draft_top_k_top_p"
+    ROW_PRODUCTS = "row_products"
 
     def __str__(self) -> str:
         return self.value
@@ -43,6 +44,7 @@ BEYOND_STOCK = frozenset(
         Behaviour.ONE_DRAFT_GRAPH,
         Behaviour.DRAFT_GRAPHS_BY_SUPPORT,
         Behaviour.DRAFT_TOP_K_TOP_P,
+        Behaviour.ROW_PRODUCTS,
     }
 )
 """Behaviours that the newest release's own speculator lacks too."""
@@ -66,4 +68,5 @@ _SUMMARIES = {
     Behaviour.ONE_DRAFT_GRAPH: "draft prefill and all draft decodes of a uniform decode batch are one graph",
     Behaviour.DRAFT_GRAPHS_BY_SUPPORT: "draft decode has graphs where its own backend supports them",
     Behaviour.DRAFT_TOP_K_TOP_P: "probabilistic drafts honour the request's top-k and top-p (#56724)",
+    Behaviour.ROW_PRODUCTS: "products of few rows with the draft's plain weights run at the speed of memory",
 }

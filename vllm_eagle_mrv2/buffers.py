@@ -38,6 +38,15 @@ class DraftBuffers:
         return int(self.seq_lens.shape[0])
 
 
+@dataclass(frozen=True)
+class SlotTable:
+    """Where draft decodes put their keys and values, in a draft with one group of KV caches."""
+
+    blocks: torch.Tensor  # [R, most blocks of a request] int32, by request state
+    slots: torch.Tensor  # [>= R] int64, by batch row; -1 for rows without a token
+    block_size: int  # tokens
+
+
 @dataclass
 class DraftBatch:
     """One batch to draft for; from here on no line knows which vLLM it runs on."""

@@ -33,7 +33,7 @@ from vllm_eagle_mrv2.method import (
     request_of,
     translate,
 )
-from vllm_eagle_mrv2.options import parse_options
+from vllm_eagle_mrv2.options import OPTIONS_KEY, parse_options
 
 _V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _SET_BY_US = "01"  # the same to vLLM as 1, and told from a user's
@@ -75,6 +75,8 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
                     "(the target is a speculators checkpoint); give the verifier as the target model "
                     "and the head as model of the speculative configuration."
                 )
+            if request is not None:
+                _name_in_caches(config)
             return config
 
         return wrapped
@@ -207,6 +209,12 @@ def _short_form_first(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         return parse(text) if short is None else short
 
     return parsed
+
+
+def _name_in_caches(config: Any) -> None:
+    """Have vLLM cache compiled models of this engine apart from those of stock's method, which lack our operators."""
+    if isinstance(config.additional_config, dict):
+        config.additional_config = {OPTIONS_KEY: {}, **config.additional_config}
 
 
 def _select_v2_by_environment(request: Request | None) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from vllm_eagle_mrv2.attn_metadata import draft_max_seq_len
 from vllm_eagle_mrv2.behaviours import Behaviour
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
@@ -90,7 +90,7 @@ class DraftHost(Protocol):
         Probabilistic drafting also stores the logits in the row of each request, unless ``keep_logits`` is off.
 
         Returns:
-            [n] int64 tokens, or [n, m] int64 keys of `argmax_keys`, of which the next kernel takes the best.
+            tokens for n rows, in a form of `how_drafted`, of which the next kernel takes the best.
         """
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
@@ -102,8 +102,14 @@ class DraftHost(Protocol):
     def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
         """Slot mappings, then attention metadata, for the positions and lengths in the buffers."""
 
+    slot_table: SlotTable | None
+    """Where the slots of draft decodes go, if they can be looked up a step ahead."""
+
+    def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
+        """Bring slot mappings up to date by device work alone."""
+
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
-        """Bring slot mappings and metadata up to date by device work alone; the metadata to go on with."""
+        """Bring metadata up to date by device work alone; the metadata to go on with."""
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         """Called before the replay of a graph that holds all draft decodes."""
@@ -316,11 +322,22 @@ class DraftLoop:
         num_draft_tokens: int,
     ) -> None:
         """All draft decodes, the metadata refreshed on the device before each; one graph holds them (#46849)."""
+        follows_slots = attn_metadata is not None and self._rebuild_each_step
+        slot_table = self.host.slot_table if follows_slots else None
         for step in range(1, num_draft_tokens):
             if attn_metadata is not None and (step == 1 or self._rebuild_each_step):
+                if step == 1 or slot_table is None:
+                    self.host.map_decode_slots(num_reqs, num_tokens)
                 attn_metadata = self.host.refresh_decode_metadata(num_reqs, num_tokens, attn_metadata)
             self.decode(
-                num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, num_draft_tokens
+                num_reqs,
+                num_tokens,
+                attn_metadata,
+                slot_mappings,
+                num_tokens_across_dp,
+                mode,
+                num_draft_tokens,
+                slot_table,
             )
 
     def decode(
@@ -332,8 +349,12 @@ class DraftLoop:
         num_tokens_across_dp: Any,
         mode: Any,
         num_draft_tokens: int,
+        slot_table: SlotTable | None = None,
     ) -> None:
-        """One draft decode and the update to the next; the step is data on the device, so that one graph serves all."""
+        """One draft decode and the update to the next; the step is data on the device, so that one graph serves all.
+
+        With ``slot_table`` the update leaves the next decode's slots behind as well.
+        """
         buffers = self.buffers
         self.host.before_forward(num_reqs)
         for_head, for_next_step = self.host.run_draft_model(
@@ -345,7 +366,9 @@ class DraftLoop:
             buffers.idx_mapping[:num_reqs],
             keep_logits=self._keep_decode_logits,
         )
-        update_after_step(buffers, drafted, for_next_step, num_reqs, num_draft_tokens, self.config.max_model_len)
+        update_after_step(
+            buffers, drafted, for_next_step, num_reqs, num_draft_tokens, self.config.max_model_len, slot_table
+        )
 
     def reset_for_capture(self, step: int) -> None:
         """Bring what a dummy run left behind back into range before a warm-up or capture pass of a step."""

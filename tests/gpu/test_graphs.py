@@ -267,6 +267,22 @@ def test_one_graph_holds_the_draft_phase() -> None:
     assert lengths["one"] == pytest.approx(lengths["two"], abs=0.01)
 
 
+@pytest.mark.parametrize("disable", [[], ["row_products"]])
+def test_a_request_alone_has_products_of_rows(disable: list[str]) -> None:
+    prompts = held_out_prompts(2)
+    products = {}
+    with engine("eagle_mrv2", options={"disable": disable}, compilation_config=SIZES) as llm:
+        greedy(llm, prompts, 8)
+        for count in (1, 2):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                greedy(llm, prompts[:count], 8)
+                torch.cuda.synchronize()
+            products[count] = sum("row_product" in event.name for event in profile.events())
+    # Of two requests, once the first has ended, there is one left.
+    assert (products[1] > 20) is not bool(disable)
+    assert products[2] <= products[1] / 2
+
+
 @pytest.mark.skipif(not supplied("fused_draft_decode"), reason="vLLM's own on this release")
 def test_without_fused_decodes_every_step_is_built(record_property: Callable[[str, object], None]) -> None:
     prompts = held_out_prompts(3)

@@ -485,16 +485,15 @@ def test_the_release_tells_whether_idle_rows_get_slots() -> None:
     assert asks != autoregressive._SLOTS_FOR_IDLE_ROWS
 
 
-def test_every_group_is_refreshed_after_the_slots() -> None:
+def test_every_group_is_refreshed() -> None:
     host = speculator(FusedHost)
     order: list[Any] = []
-    host.block_tables.compute_slot_mappings = lambda *args: order.append("slots")
     host.attn_groups = [
         [SimpleNamespace(update_draft_decode_metadata=lambda metadata, name=name: order.append((name, metadata)))]
         for name in "ab"
     ]
     assert host.refresh_decode_metadata(4, 4, "metadata") == "metadata"
-    assert order == ["slots", ("a", "metadata"), ("b", "metadata")]
+    assert order == [("a", "metadata"), ("b", "metadata")]
 
 
 def test_the_limit_may_shrink_before_the_kv_cache_is_made() -> None:
@@ -516,10 +515,12 @@ def test_the_limit_may_shrink_before_the_kv_cache_is_made() -> None:
             self.options, self._asked_mode, self._target_mode, self._filters = Options(), None, None, False
             self.loop: Any = SimpleNamespace(config=Config(4096))
             self.request: Any = SimpleNamespace(enforce_eager=False)
+            self.block_tables = SimpleNamespace(num_kv_cache_groups=1, cp_size=2)
             self.dp_size = 1
 
     host = Host()
     host.set_attn("state", "tables")
+    assert host.slot_table is None, "context parallelism, where a rank has a part of the slots"
     assert host.loop.config == Config(640)
 
 

@@ -64,6 +64,7 @@ class Host(StockHost, Stock):
         self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=asked))
         self.num_speculative_steps, self.device = 3, None  # type: ignore[assignment]
         self._asked_mode, self._target_mode, self._announced, self._filters = asked, None, True, False
+        self.block_tables = SimpleNamespace(num_kv_cache_groups=2, cp_size=1)
 
     @contextmanager
     def _decode_capture_sizes(self) -> Iterator[None]:

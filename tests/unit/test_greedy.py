@@ -99,3 +99,15 @@ def test_a_shard_of_padding_alone() -> None:
     logits = torch.randn(2, 300, device=DEVICE)
     keys = torch.cat([argmax_keys(logits), argmax_keys(logits + 9, first_row=300, num_columns=0)], dim=-1)
     assert best_tokens(keys).tolist() == logits.argmax(-1).tolist()
+
+
+def test_tokens_of_scores_in_double_precision() -> None:
+    """What differs beyond float32, what is equal, infinite, negative; the padding of lanes never wins."""
+    scores = torch.tensor(
+        [[1.0, 1.0 + 2**-40, 1.0, 1.0 + 2**-41, 0.5], [-1.0, -torch.inf, -1.0 - 2**-40, -1.0, -2.0], [-torch.inf] * 5],
+        dtype=torch.float64,
+    )
+    bits = torch.where(scores == 0, 0.0, scores).view(torch.int64)
+    orders = torch.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+    tokens = torch.tensor([[50, 40, 30, 20, 10]] * 3)
+    assert best_tokens(torch.stack((orders, tokens), dim=1)).tolist() == [40, 20, 10]

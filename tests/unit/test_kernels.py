@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs, prepare_decode_inputs_reference
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_prefill_inputs_reference
@@ -231,10 +231,14 @@ def test_prefill_inputs_without_padded_idx_mapping(dummy_run: bool) -> None:
 
 
 def drafted(num_rows: int, form: str) -> torch.Tensor:
-    """Draft tokens of rows, as they are or as `argmax_keys` of logits."""
+    """Draft tokens of rows, in a form of `how_drafted`."""
     generator = torch.Generator().manual_seed(1)
     if form == "tokens":
         return torch.randint(0, 30_000, (num_rows,), generator=generator).to(DEVICE)
+    if form == "pairs":
+        scores = torch.randint(-3, 3, (num_rows, 5), generator=generator)  # many are equal
+        tokens = torch.stack([torch.randperm(30_000, generator=generator)[:5] for _ in range(num_rows)])
+        return torch.stack((scores, tokens), dim=1).to(DEVICE)
     return argmax_keys(torch.randn(num_rows, 5 * 2048 + 1, generator=generator).to(DEVICE))
 
 
@@ -242,7 +246,7 @@ def drafted(num_rows: int, form: str) -> torch.Tensor:
 @pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
 @pytest.mark.parametrize("num_draft_tokens", [1, 3], ids="K={}".format)
 @pytest.mark.parametrize("rows", ["live", "a graph's", "fewer"])
-@pytest.mark.parametrize("form", ["tokens", "keys"])
+@pytest.mark.parametrize("form", ["tokens", "keys", "pairs"])
 def test_decode_inputs(case: dict[str, Any], num_draft_tokens: int, sample_offset: int, rows: str, form: str) -> None:
     batch = target_batch(**case)
     max_num_reqs = case.get("max_num_reqs", 8)
@@ -316,7 +320,7 @@ def decoding(
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 9])
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3], ids="K={}".format)
-@pytest.mark.parametrize("form", ["tokens", "keys"])
+@pytest.mark.parametrize("form", ["tokens", "keys", "pairs"])
 def test_update(num_rows: int, step: int, num_draft_tokens: int, form: str) -> None:
     before, sampled, feedback = decoding(num_rows, step, form=form)
     before.seq_lens[num_rows - 1] = 0  # a padded row
@@ -328,8 +332,33 @@ def test_update(num_rows: int, step: int, num_draft_tokens: int, form: str) -> N
     assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("live", [0, 1, 2, 6])
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [1, 16, 400])
+@pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64], ids=str)
+def test_update_looks_up_the_next_slots(live: int, step: int, block_size: int, idx_dtype: torch.dtype) -> None:
+    """Live requests, three of them at the limit, a row of a dummy run, which names no request, and padding."""
+    num_rows = 7
+    before, sampled, feedback = decoding(num_rows, step)
+    before = replace(before, idx_mapping=torch.full((8,), -1, dtype=idx_dtype, device=DEVICE))
+    before.idx_mapping[:live] = ints(range(7, 7 - live, -1), idx_dtype)
+    before.idx_mapping[live + 1 :] = 3
+    before.query_start_loc.copy_(ints([min(row, live + 1) for row in range(9)]))
+    num_blocks = -(-MAX_LEN // block_size)
+    blocks = torch.arange(8 * num_blocks, dtype=torch.int32, device=DEVICE).view(8, num_blocks)
+    tables = [SlotTable(blocks, torch.full((12,), -1, device=DEVICE), block_size) for _ in range(2)]
+    actual, expected = clone(before), clone(before)
+
+    update_after_step(actual, sampled, feedback, num_rows, 3, MAX_LEN, tables[0])
+    update_after_step_reference(expected, sampled, feedback, num_rows, 3, MAX_LEN, tables[1])
+
+    assert_same(actual, expected)
+    assert tables[0].slots.tolist() == tables[1].slots.tolist()
+    assert (tables[0].slots >= 0).tolist() == [step == 1 and row < live for row in range(12)]
+
+
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("hidden_size", [1, 7, 1023, 1024, 1025, 2880])
+@pytest.mark.parametrize("hidden_size", [1, 7, 1023, 1024, 1025, 2880, 4096, 4097, 12288])
 def test_update_copies_every_hidden_column(hidden_size: int, hidden_dtype: torch.dtype) -> None:
     before, sampled, feedback = decoding(3, 1, hidden_size=hidden_size, hidden_dtype=hidden_dtype)
     actual, expected = clone(before), clone(before)

@@ -146,6 +146,16 @@ def test_an_eager_draft_reaches_the_marker_where_the_user_asked(models: dict[str
     assert request_in(arguments.create_engine_config()) == Request("eagle", Options(), enforce_eager=True)
 
 
+def test_compiled_models_are_cached_apart_from_stocks(models: dict[str, str]) -> None:
+    given: dict[str, Any] = {"eagle_mrv2": {"disable": ["row_products"]}}
+    engines = [ask(models, "eagle"), ask(models), ask(models, additional_config=given)]
+    assert len({arguments.create_engine_config().compute_hash() for arguments in engines}) == 3
+    other = {"of somebody else": 1}
+    assert ask(models, additional_config=other).create_engine_config().additional_config == other | {"eagle_mrv2": {}}
+    assert other == {"of somebody else": 1}
+    assert ask(models, "eagle").create_engine_config().additional_config == {}
+
+
 def test_the_marker_survives_the_way_into_a_worker(models: dict[str, str]) -> None:
     config = ask(models).create_engine_config()
     for arrived in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
@@ -509,7 +519,7 @@ def engine_that_reads(speculative: Any) -> Any:
         def create_engine_config(self) -> Any:
             if self.replacement is not None:
                 self.speculative_config = self.replacement
-            return SimpleNamespace(speculative_config=self.create_speculative_config())
+            return SimpleNamespace(speculative_config=self.create_speculative_config(), additional_config={})
 
         @staticmethod
         def add_cli_args(parser: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_eagle_mrv2.behaviours import Behaviour
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.speculator import DraftConfig, DraftLoop, GraphRun
@@ -156,6 +156,7 @@ class ToyHost:
     fused_in_graphs_only: bool = False  # decodes that run outside a graph go by steps
     one_graph: bool = False  # the graph of a draft prefill goes on with the decodes
     one_state: bool = False  # the head and the next step get the same hidden states
+    slot_table: SlotTable | None = None
     draft_max_seq_len: int = -1
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     lengths_at_builds: list[list[int]] = field(default_factory=list)
@@ -234,6 +235,9 @@ class ToyHost:
         self.calls.append(("build_decode_metadata", step))
         self._look(batch.num_reqs)
         return f"metadata {step}", f"slots {step}"
+
+    def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
+        self.calls.append(("map_decode_slots",))
 
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         self.calls.append(("refresh_decode_metadata",))
@@ -386,6 +390,24 @@ def test_a_fused_run_refreshes_on_the_device(disable: Behaviour | None, refreshe
     assert host.named("build_decode_metadata") == [(1,)]
     assert len(host.named("refresh_decode_metadata")) == refreshed[-1]
     assert host.inputs[1:] == [(f"refreshed {number}", "slots 1") for number in refreshed]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("disable", [None, Behaviour.DECODE_METADATA_REBUILD], ids=["on", "off"])
+def test_slots_are_looked_up_a_step_ahead(disable: Behaviour | None, ahead: bool) -> None:
+    host = ToyHost(refreshes_in_graph=True)
+    if ahead:
+        blocks = torch.arange(MAX_NUM_REQS * MAX_LEN, dtype=torch.int32).view(MAX_NUM_REQS, MAX_LEN)
+        host.slot_table = SlotTable(blocks, torch.full((MAX_NUM_REQS,), -1), 1)
+    loop = loop_on(host, 4, disable=disable)
+    assert loop.propose(batch_of(ROWS, 4)).tolist() == expected_drafts(ROWS, 4, 0)
+    assert len(host.named("map_decode_slots")) == (1 if ahead or disable else 3)
+    if ahead and not disable:
+        requests, positions = loop.buffers.idx_mapping[: len(ROWS)], loop.buffers.positions[: len(ROWS)]
+        assert host.slot_table.slots.tolist()[: len(ROWS)] == (requests * MAX_LEN + positions).tolist()
+        assert (host.slot_table.slots[len(ROWS) :] == -1).all()
+    elif ahead:
+        assert (host.slot_table.slots == -1).all()
 
 
 def test_full_graphs_are_replayed_step_by_step() -> None:

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 
-from vllm_eagle_mrv2 import __version__
+from vllm_eagle_mrv2 import __version__, row_products
 from vllm_eagle_mrv2.behaviours import Behaviour
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
 from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
@@ -34,6 +34,7 @@ class StockHost(DraftGraphs):
     """What the release's sampler takes as position: the last token's (0), or the one after it (1)."""
     greedy_is_argmax = True
     """Whether the release's drafts are an argmax, where no logits are kept."""
+    slot_table: SlotTable | None = None
     _draft_logits: DraftLogits | None = None
     _trimmed: TrimmedHead | None = None
 
@@ -96,10 +97,12 @@ class StockHost(DraftGraphs):
         self._filters = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
 
     def load_model(self, target_model: Any) -> None:
-        """Load the draft; its head is trimmed where ``draft_vocab`` asks for it."""
+        """Load the draft; its products become ours, and its head is trimmed where ``draft_vocab`` asks for it."""
         super().load_model(target_model)  # type: ignore[misc]
         local = self.options.enabled(Behaviour.LOCAL_ARGMAX)
         self._draft_logits = DraftLogits.of(self.model, target_model, local=local)
+        if self.options.enabled(Behaviour.ROW_PRODUCTS) and row_products.named_in_caches(self.vllm_config):
+            row_products.install(self.model, target_model, self._draft_logits and self._draft_logits.processor)
         if self.request.draft_tokens is not None:
             from vllm_eagle_mrv2.hosts import weight_updates
 
@@ -109,6 +112,7 @@ class StockHost(DraftGraphs):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Make the draft's metadata builders; vLLM may call this again."""
         super().set_attn(*args, **kwargs)
+        self.slot_table = _slot_table(self.block_tables)
         if self._filters:
             self._filter_draft_logits()
 
@@ -277,6 +281,9 @@ class StockHost(DraftGraphs):
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         """Nothing to do."""
 
+    def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
+        raise NotImplementedError("this release has no refresh that a graph can hold")
+
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         raise NotImplementedError("this release has no refresh that a graph can hold")
 
@@ -289,3 +296,12 @@ class StockHost(DraftGraphs):
         draft: Any = self.model
         combined: torch.Tensor = draft.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
         return combined
+
+
+def _slot_table(tables: Any) -> SlotTable | None:
+    """That of vLLM's ``BlockTables``, where a draft's slots are a matter of one table."""
+    if tables.num_kv_cache_groups != 1 or tables.cp_size != 1:
+        return None
+    # Off the device, as the releases name the size of a block by different attributes.
+    block_size = int(tables.block_sizes_tensor[0])
+    return SlotTable(tables.block_tables[0].gpu, tables.slot_mappings[0], block_size)

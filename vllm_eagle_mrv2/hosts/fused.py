@@ -227,8 +227,10 @@ class FusedHost(StockHost):
         attn_metadata = self.ragged_metadata(batch, run)
         return attn_metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+    def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
         self.compute_slot_mappings(num_reqs, num_tokens)
+
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         for groups in self.attn_groups:
             for group in groups:
                 group.update_draft_decode_metadata(attn_metadata)

@@ -141,15 +141,18 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
     def decodes_fused(self, run: GraphRun) -> bool:
         return run.full and self.refreshes_in_graph
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+    def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
         buffers = self.loop.buffers
-        slot_mappings = self.block_tables.compute_slot_mappings(
+        self.block_tables.compute_slot_mappings(
             # Rows of padding have no tokens, so their idx_mapping of -1 is not followed.
             buffers.idx_mapping[:num_reqs],
             buffers.query_start_loc[: num_reqs + 1],
             buffers.positions[:num_reqs],
             num_tokens,
         )
+
+    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+        slot_mappings = self.block_tables.slot_mappings[:, :num_tokens]
         with _schedules_kept(chain.from_iterable(self.attn_groups)):
             return self._build(
                 num_reqs,

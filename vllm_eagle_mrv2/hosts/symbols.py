@@ -74,9 +74,11 @@ STOCK_ATTRIBUTES = (
 
 _LAYERS = "vllm.model_executor.layers"
 _VOCAB = f"{_LAYERS}.vocab_parallel_embedding"
+_PRODUCT = ("layer", "x", "bias")
 _HEAD = ("lm_head", "hidden_states", "embedding_bias")
-DRAFT_HEAD: tuple[Symbol, ...] = (
+DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol("vllm.config.model", "ModelConfig.get_vocab_size", ()),
+    Symbol("vllm.config.vllm", "VllmConfig.additional_config", why="our name goes there"),
     Symbol(
         f"{_LAYERS}.logits_processor",
         "LogitsProcessor.forward",
@@ -94,6 +96,10 @@ DRAFT_HEAD: tuple[Symbol, ...] = (
     Symbol(_VOCAB, "VocabParallelEmbeddingShardIndices.org_vocab_end_index"),
     Symbol(_VOCAB, "UnquantizedEmbeddingMethod.process_weights_after_loading", ("layer",)),
     Symbol(f"{_LAYERS}.linear", "UnquantizedLinearMethod"),
+    Symbol(f"{_LAYERS}.linear", "UnquantizedLinearMethod.apply", _PRODUCT, why="replaced on the draft's instances"),
+    Symbol(_VOCAB, "UnquantizedEmbeddingMethod.apply", _PRODUCT, why="replaced for the draft's head"),
+    Symbol(f"{_LAYERS}.utils", "default_unquantized_gemm", why="what may be replaced"),
+    Symbol(f"{_LAYERS}.utils", "dispatch_unquantized_gemm", (), why="says what vLLM would multiply with"),
     Symbol("vllm.distributed.communication_op", "tensor_model_parallel_all_reduce", ("input_",)),
     Symbol("vllm.distributed.communication_op", "tensor_model_parallel_all_gather", ("input_",)),
     Symbol("vllm.v1.worker.gpu_worker", "Worker.reload_weights", why="wrapped to copy rows again"),
@@ -101,10 +107,10 @@ DRAFT_HEAD: tuple[Symbol, ...] = (
     Symbol("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", why="wrapped there", releases=">=0.22"),
     Symbol("vllm.v1.worker.gpu_worker", "Worker.model_runner"),
 )
-"""What a greedy draft's head takes (draft_logits.py, draft_vocab.py)."""
+"""What a draft's head and layers take (draft_logits.py, draft_vocab.py, row_products.py)."""
 
 EVERYWHERE: tuple[Symbol, ...] = (
-    *DRAFT_HEAD,
+    *DRAFT_LAYERS,
     *(
         Symbol("vllm.engine.arg_utils", f"EngineArgs.{name}", why="wrapped to accept the method")
         for name in ("create_engine_config", "create_speculative_config", "add_cli_args")
@@ -183,7 +189,10 @@ EVERYWHERE: tuple[Symbol, ...] = (
     ),
     Symbol(f"{GPU}.block_table", "BlockTables.get_dummy_slot_mappings", ("num_tokens",)),
     Symbol(f"{GPU}.block_table", "BlockTables.input_block_tables"),
-    Symbol(f"{GPU}.block_table", "BlockTables.slot_mappings"),
+    *(
+        Symbol(f"{GPU}.block_table", f"BlockTables.{name}", why="read or written for the next step's slots")
+        for name in ("slot_mappings", "block_tables", "block_sizes_tensor", "num_kv_cache_groups", "cp_size")
+    ),
     *(Symbol(f"{GPU}.input_batch", f"InputBatch.{name}") for name in _INPUT_BATCH),
     Symbol("vllm.config.compilation", "CUDAGraphMode.decode_mode"),
 )
@@ -254,7 +263,6 @@ PER_STEP: tuple[Symbol, ...] = (
         why="wrapped to report what was drafted",
         releases=">=0.25",
     ),
-    Symbol(f"{GPU}.block_table", "BlockTables.cp_size"),
 )
 
 # Below 0.26: the target's builders and buffers are taken from the runner (hosts/runner_seams.py).

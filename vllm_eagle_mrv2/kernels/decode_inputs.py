@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.buffers import DraftBuffers
-from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, padded_keys
+from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 
 _BLOCK = 1024
 
@@ -16,7 +16,6 @@ _BLOCK = 1024
 @triton.jit(do_not_specialize=["num_rows", "max_num_reqs", "max_model_len"])
 def _decode_inputs_kernel(
     drafted_ptr,
-    num_keys,
     feedback_ptr,
     feedback_stride,
     num_rejected_ptr,
@@ -37,6 +36,8 @@ def _decode_inputs_kernel(
     max_num_reqs,
     max_model_len,
     KEYS: tl.constexpr,
+    LANES: tl.constexpr,
+    PAIRS: tl.constexpr,
     SAMPLE_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -51,7 +52,7 @@ def _decode_inputs_kernel(
             tl.store(draft_step_ptr + each, 1, mask=inside)
         return
 
-    token = drafted_token(drafted_ptr, row, num_keys, KEYS)
+    token = drafted_token(drafted_ptr, row, KEYS, LANES, PAIRS)
     tl.store(draft_tokens_ptr + row * draft_tokens_stride, token)
     last = tl.load(last_token_indices_ptr + row)
     for start in range(0, hidden_size, BLOCK):
@@ -90,7 +91,7 @@ def prepare_decode_inputs(
 
     Args:
         buffers: the draft's buffers as `prepare_prefill_inputs` left them; read and written.
-        drafted: [num_rows] int64 tokens, or [num_rows, m] int64 keys of `argmax_keys`.
+        drafted: tokens for num_rows rows, in a form of `how_drafted`.
         feedback: [n, hidden_size], hidden states of the draft prefill that the next step starts from; not the buffer.
         num_rows: rows to make; requests beyond them count as padding.
         max_model_len: positions and lengths are clamped to it.
@@ -98,7 +99,6 @@ def prepare_decode_inputs(
     """
     _decode_inputs_kernel[(num_rows + 1,)](
         drafted,
-        drafted.stride(0),
         feedback,
         feedback.stride(0),
         buffers.num_rejected,
@@ -118,7 +118,7 @@ def prepare_decode_inputs(
         num_rows,
         buffers.max_num_reqs,
         max_model_len,
-        KEYS=padded_keys(drafted),
+        **how_drafted(drafted),
         SAMPLE_OFFSET=sample_offset,
         BLOCK=_BLOCK,
     )

@@ -16,6 +16,26 @@ _LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
+def key_of(score, token):
+    """float32 scores and their tokens as int64 whose order is that of the scores, and among equals the token's.
+
+    Of equals the first token is greatest, as in torch; so is NaN of all.
+    """
+    # Integers in the order of the floats: a negative float has its other bits turned.  Zeros are equal.
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(score != score, 0x7FFFFFFF, order).to(tl.int64)
+    return (order << 32) | (0xFFFFFFFF - token)
+
+
+@triton.jit
+def order_of_double(score):
+    """float64 scores, none of them NaN, as int64 in their order."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int64, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+
+
+@triton.jit
 def _block_keys_kernel(
     logits_ptr,
     logits_stride,
@@ -35,31 +55,37 @@ def _block_keys_kernel(
     tokens = first_row + columns.to(tl.int64)
     if MAPPED:
         tokens += tl.load(offsets_ptr + tokens, mask=inside, other=0)
-    # Integers in the order of the floats: a negative float has its other bits turned.  Zeros are equal, NaN is largest.
-    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(logits != logits, 0x7FFFFFFF, order).to(tl.int64)
-    # Among equals the first token wins, as in torch.
-    keys = (order << 32) | (0xFFFFFFFF - tokens)
-    keys = tl.where(inside, keys, _LEAST)
+    keys = tl.where(inside, key_of(logits, tokens), _LEAST)
     tl.store(keys_ptr + row * num_blocks + block, tl.max(keys, axis=0))
 
 
 @triton.jit
-def drafted_token(drafted_ptr, row, num_keys, KEYS: tl.constexpr):
-    """The draft token of a row: the best of ``num_keys`` keys, padded to ``KEYS``; if that is 0, the token there."""
+def drafted_token(drafted_ptr, row, KEYS: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr):
+    """The draft token of a row, out of what `how_drafted` describes."""
     if KEYS == 0:
         token = tl.load(drafted_ptr + row)
     else:
-        each = tl.arange(0, KEYS)
-        keys = tl.load(drafted_ptr + row * num_keys + each, mask=each < num_keys, other=_LEAST)
-        token = 0xFFFFFFFF - (tl.max(keys, axis=0) & 0xFFFFFFFF)
+        each = tl.arange(0, LANES)
+        if PAIRS:
+            orders_ptr = drafted_ptr + row * 2 * KEYS
+            orders = tl.load(orders_ptr + each, mask=each < KEYS, other=_LEAST)
+            tokens = tl.load(orders_ptr + KEYS + each, mask=each < KEYS, other=0)
+            token = tl.min(tl.where(orders == tl.max(orders, axis=0), tokens, 0x7FFFFFFF), axis=0)
+        else:
+            keys = tl.load(drafted_ptr + row * KEYS + each, mask=each < KEYS, other=_LEAST)
+            token = 0xFFFFFFFF - (tl.max(keys, axis=0) & 0xFFFFFFFF)
     return token
 
 
-def padded_keys(drafted: torch.Tensor) -> int:
-    """``KEYS`` of `drafted_token` for tokens [n] or keys [n, m]."""
-    return 0 if drafted.dim() == 1 else triton.next_power_of_2(drafted.shape[1])
+def how_drafted(drafted: torch.Tensor) -> dict[str, int | bool]:
+    """The constants of `drafted_token`.
+
+    Args:
+        drafted: contiguous int64, for n rows: tokens [n]; keys of `key_of` [n, m]; or the order of scores by
+            `order_of_double`, and their tokens, [n, 2, m].  Of keys and scores the best counts.
+    """
+    keys = drafted.shape[-1] if drafted.dim() > 1 else 0
+    return {"KEYS": keys, "LANES": triton.next_power_of_2(keys) if keys else 1, "PAIRS": drafted.dim() == 3}
 
 
 def argmax_keys(
@@ -101,8 +127,14 @@ def argmax_keys(
 
 
 def best_tokens(drafted: torch.Tensor) -> torch.Tensor:
-    """`drafted_token` of every row in plain torch: [n] int64 from tokens [n] or keys [n, m]."""
-    return drafted if drafted.dim() == 1 else 0xFFFFFFFF - (drafted.amax(dim=-1) & 0xFFFFFFFF)
+    """`drafted_token` of every row in plain torch: [n] int64."""
+    if drafted.dim() == 1:
+        return drafted
+    if drafted.dim() == 2:
+        return 0xFFFFFFFF - (drafted.amax(dim=-1) & 0xFFFFFFFF)
+    orders, tokens = drafted.unbind(1)
+    best = orders == orders.amax(dim=-1, keepdim=True)
+    return torch.where(best, tokens, 0x7FFFFFFF).amin(dim=-1)
 
 
 def argmax_reference(logits: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_eagle_mrv2.kernels.greedy import key_of, order_of_double
+
 _BLOCK = 4096
 # Added to the position of salted draws, far beyond any position: their random numbers are nobody else's.
 _SALT = tl.constexpr(1 << 30)
@@ -44,8 +46,7 @@ def _sample_blocks_kernel(
     draft_logits_ptr,
     draft_logits_stride_req,
     draft_logits_stride_step,
-    block_max_ptr,
-    block_token_ptr,
+    best_ptr,
     vocab_size,
     num_blocks,
     KEEP: tl.constexpr,
@@ -69,25 +70,24 @@ def _sample_blocks_kernel(
         column = tl.load(draft_step_ptr)
         kept = draft_logits_ptr + state * draft_logits_stride_req + column * draft_logits_stride_step + tokens
         tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=inside & live)
-    score = scaled.to(tl.float64) if FP64 else scaled
+    # Beside NaN any lane may win, those beyond the vocabulary too: it is made the least.
     if temperature != 0.0:
         seed = tl.load(seeds_ptr + state, mask=live, other=0)
         position = tl.load(positions_ptr + row) + 1
+        score = scaled.to(tl.float64) if FP64 else scaled
         score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
-    # Beside NaN any lane may win, those beyond the vocabulary too.
-    score = tl.where(score == score, score, float("-inf"))
-    best, index = tl.max(score, axis=0, return_indices=True)
-    tl.store(block_max_ptr + row * num_blocks + block, best)
-    tl.store(block_token_ptr + row * num_blocks + block, (block * BLOCK + index).to(tl.int64))
-
-
-@triton.jit
-def _best_of_blocks_kernel(block_max_ptr, block_token_ptr, sampled_ptr, num_blocks, BLOCKS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, BLOCKS)
-    scores = tl.load(block_max_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
-    _, best = tl.max(scores, axis=0, return_indices=True)
-    tl.store(sampled_ptr + row, tl.load(block_token_ptr + row * num_blocks + best))
+        best, index = tl.max(tl.where(score == score, score, float("-inf")), axis=0, return_indices=True)
+    else:
+        # Nothing is finer than the logits: no need for float64.
+        largest, index = tl.max(tl.where(scaled == scaled, scaled, float("-inf")), axis=0, return_indices=True)
+        best = largest.to(tl.float64) if FP64 else largest
+    token = (block * BLOCK + index).to(tl.int64)
+    if FP64:
+        orders_ptr = best_ptr + row * 2 * num_blocks
+        tl.store(orders_ptr + block, order_of_double(best))
+        tl.store(orders_ptr + num_blocks + block, token)
+    else:
+        tl.store(best_ptr + row * num_blocks + block, key_of(best, token))
 
 
 def sample_with_logits(
@@ -122,12 +122,12 @@ def sample_with_logits(
         fp64: noise and comparison in float64.
 
     Returns:
-        [n] int64.
+        the best of each block of tokens in a form of `how_drafted`: keys [n, m], or with ``fp64`` scores and tokens
+        [n, 2, m].  The kernel that the token goes to takes the best of them.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
-    block_max = logits.new_empty(num_rows, num_blocks, dtype=torch.float64 if fp64 else torch.float32)
-    block_token = logits.new_empty(num_rows, num_blocks, dtype=torch.int64)
+    best = logits.new_empty((num_rows, 2, num_blocks) if fp64 else (num_rows, num_blocks), dtype=torch.int64)
     _sample_blocks_kernel[(num_rows, num_blocks)](
         logits,
         logits.stride(0),
@@ -139,8 +139,7 @@ def sample_with_logits(
         draft_logits,
         0 if draft_logits is None else draft_logits.stride(0),
         0 if draft_logits is None else draft_logits.stride(1),
-        block_max,
-        block_token,
+        best,
         vocab_size,
         num_blocks,
         KEEP=draft_logits is not None,
@@ -149,11 +148,7 @@ def sample_with_logits(
         FP64=fp64,
         BLOCK=_BLOCK,
     )
-    sampled = logits.new_empty(num_rows, dtype=torch.int64)
-    _best_of_blocks_kernel[(num_rows,)](
-        block_max, block_token, sampled, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks)
-    )
-    return sampled
+    return best
 
 
 def sample_with_logits_reference(

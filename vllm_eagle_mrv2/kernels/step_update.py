@@ -6,17 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.buffers import DraftBuffers
-from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, padded_keys
+from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
+from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 
-_BLOCK = 1024
+_MAX_BLOCK = 4096
 
 
 # K varies where it is dynamic: a variant per value would be compiled in the middle of serving.
 @triton.jit(do_not_specialize=["num_draft_tokens", "max_model_len"])
 def _step_update_kernel(
     drafted_ptr,
-    num_keys,
     feedback_ptr,
     feedback_stride,
     draft_tokens_ptr,
@@ -28,36 +27,57 @@ def _step_update_kernel(
     hidden_states_ptr,
     hidden_states_stride,
     draft_step_ptr,
+    query_start_loc_ptr,
+    idx_mapping_ptr,
+    blocks_ptr,
+    blocks_stride,
+    slots_ptr,
     hidden_size,
     num_draft_tokens,
     max_model_len,
+    block_size,
     KEYS: tl.constexpr,
+    LANES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    # All loads first, that they may be under way together: the kernel is little but their latency.
     # A counter for each row: one for all could not be advanced while other programs read it.
     step = tl.load(draft_step_ptr + row)
-    tl.store(draft_step_ptr + row, step + 1)
-    if step >= num_draft_tokens:
-        return
-    token = drafted_token(drafted_ptr, row, num_keys, KEYS)
-    tl.store(draft_tokens_ptr + row * draft_tokens_stride + step, token)
-    if step == num_draft_tokens - 1:
-        # Nothing follows the last step.
-        return
-
-    tl.store(input_ids_ptr + row, token.to(tl.int32))
-    tl.store(sample_positions_ptr + row, tl.load(sample_positions_ptr + row) + 1)
-    position = tl.load(positions_ptr + row) + 1
-    tl.store(positions_ptr + row, tl.minimum(position, max_model_len - 1))
+    sample_position = tl.load(sample_positions_ptr + row)
+    position = tl.load(positions_ptr + row)
     seq_len = tl.load(seq_lens_ptr + row)
+    if SLOTS:
+        has_token = tl.load(query_start_loc_ptr + row + 1) > tl.load(query_start_loc_ptr + row)
+        request = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    values = tl.load(feedback_ptr + row * feedback_stride + column, mask=column < hidden_size)
+    token = drafted_token(drafted_ptr, row, KEYS, LANES, PAIRS)
+
+    # Nothing follows the last step.
+    follows = step < num_draft_tokens - 1
+    position = tl.minimum(position + 1, max_model_len - 1)
+    if SLOTS:
+        # The rows of a dummy run may have tokens, but name no request.
+        looked_up = follows & has_token & (request >= 0)
+        block = tl.load(blocks_ptr + request * blocks_stride + position // block_size, mask=looked_up, other=0)
+        tl.store(slots_ptr + row, block.to(tl.int64) * block_size + position % block_size, mask=looked_up)
+    tl.store(draft_step_ptr + row, step + 1)
+    tl.store(draft_tokens_ptr + row * draft_tokens_stride + step, token, mask=step < num_draft_tokens)
+    tl.store(input_ids_ptr + row, token.to(tl.int32), mask=follows)
+    tl.store(sample_positions_ptr + row, sample_position + 1, mask=follows)
+    tl.store(positions_ptr + row, position, mask=follows)
     # A padded row stays at length 0: attention must not look at its blocks.
-    tl.store(seq_lens_ptr + row, tl.where(seq_len == 0, 0, tl.minimum(seq_len + 1, max_model_len)))
-    for start in range(0, hidden_size, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < hidden_size
-        values = tl.load(feedback_ptr + row * feedback_stride + column, mask=inside)
-        tl.store(hidden_states_ptr + row * hidden_states_stride + column, values, mask=inside)
+    longer = tl.where(seq_len == 0, 0, tl.minimum(seq_len + 1, max_model_len))
+    tl.store(seq_lens_ptr + row, longer, mask=follows)
+    out = hidden_states_ptr + row * hidden_states_stride
+    tl.store(out + column, values, mask=follows & (column < hidden_size))
+    for start in range(BLOCK, hidden_size, BLOCK):
+        inside = follows & (start + column < hidden_size)
+        rest = tl.load(feedback_ptr + row * feedback_stride + start + column, mask=inside)
+        tl.store(out + start + column, rest, mask=inside)
 
 
 def update_after_step(
@@ -67,6 +87,7 @@ def update_after_step(
     num_reqs: int,
     num_draft_tokens: int,
     max_model_len: int,
+    slot_table: SlotTable | None = None,
 ) -> None:
     """Record the tokens of draft step ``draft_step``, make the inputs of the next one, and advance the step.
 
@@ -74,15 +95,16 @@ def update_after_step(
 
     Args:
         buffers: the draft's buffers, read and written.
-        drafted: [num_reqs] int64 tokens of this step, or [num_reqs, m] int64 keys of `argmax_keys`.
+        drafted: tokens of this step for num_reqs rows, in a form of `how_drafted`.
         feedback: [>= num_reqs, hidden_size], hidden states that the next step starts from.
         num_reqs: rows to update; in a graph, padded ones included.
         num_draft_tokens: K of this batch; the last step only records its tokens.
         max_model_len: positions and lengths are clamped to it.
+        slot_table: also write the slots of the next step's keys and values, for rows that have a token of a request.
     """
+    hidden_size = feedback.shape[1]
     _step_update_kernel[(num_reqs,)](
         drafted,
-        drafted.stride(0),
         feedback,
         feedback.stride(0),
         buffers.draft_tokens,
@@ -94,11 +116,18 @@ def update_after_step(
         buffers.hidden_states,
         buffers.hidden_states.stride(0),
         buffers.draft_step,
-        feedback.shape[1],
+        buffers.query_start_loc,
+        buffers.idx_mapping,
+        slot_table.blocks if slot_table else None,
+        slot_table.blocks.stride(0) if slot_table else 0,
+        slot_table.slots if slot_table else None,
+        hidden_size,
         num_draft_tokens,
         max_model_len,
-        KEYS=padded_keys(drafted),
-        BLOCK=_BLOCK,
+        slot_table.block_size if slot_table else 1,
+        **how_drafted(drafted),
+        SLOTS=slot_table is not None,
+        BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(hidden_size)),
     )
 
 
@@ -109,6 +138,7 @@ def update_after_step_reference(
     num_reqs: int,
     num_draft_tokens: int,
     max_model_len: int,
+    slot_table: SlotTable | None = None,
 ) -> None:
     """`update_after_step` in plain torch; all rows are at the same step."""
     step = int(buffers.draft_step[0])
@@ -125,3 +155,11 @@ def update_after_step_reference(
     lengths = buffers.seq_lens[:num_reqs]
     buffers.seq_lens[:num_reqs] = torch.where(lengths == 0, 0, (lengths + 1).clamp(max=max_model_len))
     buffers.hidden_states[:num_reqs] = feedback[:num_reqs]
+    if slot_table is None:
+        return
+    has_token = buffers.query_start_loc[:num_reqs].diff(append=buffers.query_start_loc[num_reqs : num_reqs + 1]) > 0
+    of_request = buffers.idx_mapping[:num_reqs] >= 0
+    for row in (has_token & of_request).nonzero().flatten().tolist():
+        block, offset = divmod(int(buffers.positions[row]), slot_table.block_size)
+        first = int(slot_table.blocks[int(buffers.idx_mapping[row]), block]) * slot_table.block_size
+        slot_table.slots[row] = first + offset

@@ -48,7 +48,6 @@ class _Host(FusedHost):
         return self.supports_decode_metadata_update
 
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
-        self.compute_slot_mappings(num_reqs, num_tokens)
         stock: Any = self
         stock._update_draft_decode_metadata(attn_metadata, num_reqs)
         return attn_metadata

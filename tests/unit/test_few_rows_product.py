@@ -1,0 +1,71 @@
+"""The product of a few rows with a wide matrix against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from vllm_eagle_mrv2 import row_products
+from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter multiplies bfloat16 matrices as if they were integers.
+DTYPES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+
+
+def inputs(rows: int, outputs: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and weights; NaN lies behind each row of both, which nobody may read."""
+    generator = torch.Generator().manual_seed(rows * outputs * width)
+    x, weight = (torch.full((n, width + 8), torch.nan) for n in (rows, outputs))
+    x[:, :width] = torch.randn(rows, width, generator=generator)
+    weight[:, :width] = torch.randn(outputs, width, generator=generator) / width**0.5
+    return x.to(DEVICE, dtype)[:, :width], weight.to(DEVICE, dtype)[:, :width]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 3, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize(("outputs", "width"), [(1, 16), (64, 128), (65, 100), (130, 384), (7, 2048)])
+def test_is_the_product_with_every_output(rows: int, outputs: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = inputs(rows, outputs, width, dtype)
+    expected = F.linear(x.float(), weight.float()).to(dtype)
+    torch.testing.assert_close(few_rows.few_rows_product(x, weight), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")
+@pytest.mark.parametrize("rows", [2, 8, 32, 64])
+def test_a_head(rows: int) -> None:
+    x, weight = inputs(rows, 128_256, 2048, torch.bfloat16)
+    expected = F.linear(x.float(), weight.float()).to(torch.bfloat16)
+    torch.testing.assert_close(few_rows.few_rows_product(x, weight), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "dtype", "ours"),
+    [
+        (2, 1 << 16, torch.bfloat16, True),
+        (64, 1 << 16, torch.float16, True),
+        (1, 1 << 16, torch.bfloat16, False),
+        (65, 1 << 16, torch.bfloat16, False),
+        (2, (1 << 16) - 1, torch.bfloat16, False),
+        (2, 1 << 16, torch.float32, False),
+    ],
+)
+def test_what_it_is_for(
+    rows: int, outputs: int, dtype: torch.dtype, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        called.append(len(x))
+        return F.linear(x, weight)
+
+    monkeypatch.setattr(few_rows, "few_rows_product", product)
+    monkeypatch.setattr(row_products, "row_product", lambda row, weight, bias: F.linear(row, weight, bias))
+    x, weight = torch.ones(rows, 4, dtype=dtype, device=DEVICE), torch.ones(outputs, 4, dtype=dtype, device=DEVICE)
+    assert torch.ops.vllm_eagle_mrv2.linear(x, weight, None).shape == (rows, outputs)
+    assert called == [rows] * ours
+    torch.ops.vllm_eagle_mrv2.linear(x, weight, weight[:, 0].contiguous())  # with a bias, never
+    assert called == [rows] * ours

@@ -1,0 +1,93 @@
+"""The product of a single row against plain torch, and the op that chooses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from vllm_eagle_mrv2 import row_products
+from vllm_eagle_mrv2.kernels.row_product import row_product, row_product_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
+
+
+def inputs(
+    outputs: int, width: int, dtype: torch.dtype, stride: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A row, weights whose rows lie ``stride`` apart, and a bias."""
+    generator = torch.Generator().manual_seed(outputs * width)
+    store = torch.randn(outputs, stride or width, generator=generator)
+    store[:, width:] = torch.nan
+    row, bias = torch.randn(width, generator=generator), torch.randn(outputs, generator=generator)
+    return row.to(DEVICE, dtype), store.to(DEVICE, dtype)[:, :width], bias.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(
+    ("outputs", "width"), [(1, 1), (2, 64), (3, 100), (5, 2048), (64, 2049), (17, 4096), (9, 14336), (2, 28672)]
+)
+def test_is_the_product_with_every_output(outputs: int, width: int, dtype: torch.dtype) -> None:
+    row, weight, bias = inputs(outputs, width, dtype)
+    for given in (None, bias):
+        expected = row_product_reference(row, weight, given)
+        size = float(expected.float().abs().max())
+        torch.testing.assert_close(row_product(row, weight, given), expected, rtol=0, atol=ROUNDING[dtype] * size)
+
+
+def test_rows_of_weights_that_lie_apart() -> None:
+    row, weight, bias = inputs(7, 300, torch.float32, stride=320)
+    assert weight.stride(0) == 320
+    torch.testing.assert_close(row_product(row, weight, bias), row_product_reference(row, weight, bias))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")
+@pytest.mark.parametrize(("outputs", "width"), [(128_256, 2048), (16_384, 2048), (2048, 8192), (32_000, 4096)])
+def test_the_shapes_of_a_draft(outputs: int, width: int) -> None:
+    row, weight, _ = inputs(outputs, width, torch.bfloat16)
+    torch.testing.assert_close(row_product(row, weight), row_product_reference(row, weight), rtol=0.02, atol=0.02)
+
+
+def test_weights_beyond_two_to_the_31_elements() -> None:
+    if DEVICE == "cpu" or torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GiB of GPU memory")
+    row = torch.ones(16384, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.zeros(2**17 + 2, 16384, dtype=torch.bfloat16, device=DEVICE)
+    weight[-1] = 1
+    assert row_product(row, weight)[[-2, -1]].tolist() == [0, 16384]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the weights that our kernel multiplied with."""
+    seen: list[tuple[int, ...]] = []
+
+    def counted(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(tuple(weight.shape))
+        return row_product(row, weight, bias)
+
+    monkeypatch.setattr(row_products, "row_product", counted)
+    return seen
+
+
+@pytest.mark.parametrize(("shape", "ours"), [((1,), 1), ((1, 1), 1), ((3,), 0), ((2, 1), 0), ((0,), 0)])
+def test_the_rows_at_hand_decide(shape: tuple[int, ...], ours: int, calls: list[tuple[int, ...]]) -> None:
+    _, weight, bias = inputs(6, 40, torch.float32)
+    x = torch.randn(*shape, 40, device=DEVICE)
+    result = torch.ops.vllm_eagle_mrv2.linear(x, weight, bias)
+    torch.testing.assert_close(result, F.linear(x, weight, bias))
+    assert len(calls) == ours
+
+
+def test_a_compiled_model_decides_at_every_call(calls: list[tuple[int, ...]]) -> None:
+    _, weight, _ = inputs(6, 40, torch.float32)
+    compiled = torch.compile(
+        lambda x: torch.ops.vllm_eagle_mrv2.linear(x + 1, weight, None) * 2, fullgraph=True, dynamic=True
+    )
+    for rows in (3, 1, 5, 1):
+        x = torch.randn(rows, 40, device=DEVICE)
+        torch.testing.assert_close(compiled(x), F.linear(x + 1, weight) * 2)
+    assert len(calls) == 2

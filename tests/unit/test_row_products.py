@@ -1,0 +1,225 @@
+"""Which of a draft's products become ours, with vLLM's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+pytest.importorskip("vllm")
+
+from test_head import HIDDEN, VOCAB, Model, tensor_parallel, trim, whole_head
+
+from vllm_eagle_mrv2 import row_products
+from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
+from vllm_eagle_mrv2.kernels.greedy import best_tokens
+from vllm_eagle_mrv2.kernels.row_product import row_product
+
+PADDED = 320  # rows of a head of VOCAB
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    with tensor_parallel():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM multiplies by ``F.linear``, as on an NVIDIA GPU."""
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    for module in (linear, utils, vocab_parallel_embedding):
+        if hasattr(module, "dispatch_unquantized_gemm"):
+            monkeypatch.setattr(
+                module, "dispatch_unquantized_gemm", lambda *_: utils.default_unquantized_gemm, raising=True
+            )
+    monkeypatch.setattr(row_products, "_runs_kernels", lambda weight: True)
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that our kernel multiplied with."""
+    seen: list[torch.Tensor] = []
+
+    def counted(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(weight)
+        return row_product(row, weight, bias)
+
+    monkeypatch.setattr(row_products, "row_product", counted)
+    return seen
+
+
+class Draft(Model):
+    """A draft of one layer, with the target's embedding and head."""
+
+    def __init__(self, target: Target, lm_head: Any = None) -> None:
+        from vllm.model_executor.layers.linear import ReplicatedLinear
+
+        super().__init__(lm_head or target.lm_head, None)
+        self.embed_tokens = target.embed_tokens
+        self.fc = ReplicatedLinear(2 * HIDDEN, HIDDEN, bias=True, params_dtype=torch.float32, return_bias=False)
+        fill(self.fc)
+
+    def forward(self, tokens: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.fc(torch.cat((self.embed_tokens(tokens), hidden_states), dim=-1))
+        return states.relu()
+
+
+class Target(Model):
+    """A target with an embedding and a head."""
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        super().__init__(whole_head(torch.randn(VOCAB, HIDDEN)), None)
+        self.embed_tokens = VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=torch.float32)
+        fill(self.embed_tokens)
+
+
+def fill(layer: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def inputs(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.arange(rows), torch.randn(rows, HIDDEN, generator=generator)
+
+
+def test_single_rows_alone_and_the_same_result(ours: list[torch.Tensor]) -> None:
+    target = Target()
+    draft = Draft(target)
+    expected = {rows: draft.compute_logits(draft(*inputs(rows))) for rows in (1, 3)}
+    assert row_products.install(draft, target, draft.logits_processor) == 1
+    draft.compute_logits(inputs(2)[1])  # the profile run
+    for rows, calls in ((3, 0), (1, 2)):
+        ours.clear()
+        torch.testing.assert_close(draft.compute_logits(draft(*inputs(rows))), expected[rows])
+        assert [tuple(weight.shape) for weight in ours] == [(HIDDEN, 2 * HIDDEN), (PADDED, HIDDEN)][:calls]
+    # The target multiplies as before, with the head that the draft has from it too.
+    ours.clear()
+    target.compute_logits(inputs(1)[1])
+    assert not ours
+
+
+def test_kernels_are_compiled_when_the_draft_is_loaded(
+    ours: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few: list[int] = []
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        few.append(len(rows))
+        return rows @ weight.T
+
+    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 64 and len(weight) >= PADDED)
+    monkeypatch.setattr(few_rows, "few_rows_product", product)
+    target = Target()
+    draft = Draft(target)
+    row_products.install(draft, target, draft.logits_processor)
+    assert [tuple(weight.shape) for weight in ours] == [(HIDDEN, 2 * HIDDEN)]
+    draft.compute_logits(inputs(65)[1])  # the profile run, of many rows
+    assert [len(weight) for weight in ours] == [HIDDEN, PADDED]
+    assert few == [16, 32, 64]
+
+
+def test_without_a_processor_of_its_own_the_head_is_left_alone(ours: list[torch.Tensor]) -> None:
+    target = Target()
+    draft = Draft(target)
+    row_products.install(draft, target)
+    ours.clear()
+    draft.compute_logits(inputs(1)[1])
+    assert not ours
+
+
+def test_a_compiled_model_goes_through_the_op(ours: list[torch.Tensor]) -> None:
+    target = Target()
+    draft = Draft(target)
+    expected = [draft(*inputs(rows)) for rows in (4, 1, 2)]
+    row_products.install(draft, target)
+    ours.clear()
+    compiled = torch.compile(draft, fullgraph=True, dynamic=True)
+    for rows, states in zip((4, 1, 2), expected, strict=True):
+        torch.testing.assert_close(compiled(*inputs(rows)), states)
+    assert len(ours) == 1
+
+
+def test_an_embedding_as_the_head(ours: list[torch.Tensor]) -> None:
+    target = Target()
+    draft = Draft(target, target.embed_tokens)
+    row_products.install(draft, target, draft.logits_processor)
+    states = inputs(1)[1]
+    draft.compute_logits(states)
+    ours.clear()
+    expected = states @ target.embed_tokens.weight[:VOCAB].T
+    torch.testing.assert_close(draft.compute_logits(states), expected)
+    assert len(ours) == 1
+    assert torch.equal(draft.embed_tokens(torch.tensor([3])), target.embed_tokens.weight[3:4])
+
+
+def test_weights_that_are_replaced(ours: list[torch.Tensor]) -> None:
+    target = Target()
+    draft = Draft(target, whole_head(torch.randn(VOCAB, HIDDEN)))
+    row_products.install(draft, target, draft.logits_processor)
+    states = inputs(1)[1]
+    draft.compute_logits(states)
+    ours.clear()
+    weight = torch.randn(VOCAB, HIDDEN)
+    draft.lm_head.weight.data[:VOCAB] = weight
+    torch.testing.assert_close(draft.compute_logits(states), states @ weight.T)
+    draft.lm_head.weight = nn.Parameter(2 * draft.lm_head.weight.data, requires_grad=False)
+    torch.testing.assert_close(draft.compute_logits(states), 2 * states @ weight.T)
+    assert len(ours) == 2
+
+
+def test_the_rows_that_a_trimmed_head_keeps(ours: list[torch.Tensor]) -> None:
+    target = Target()
+    draft = Draft(target)
+    kept = (3, 8, 120, 299)
+    states = inputs(1)[1]
+    best = kept[int(draft.compute_logits(states)[0, list(kept)].argmax())]
+    row_products.install(draft, target, draft.logits_processor)
+    _, head = trim(draft, target, *kept)
+    head.keys(states)  # the profile run, which finds out
+    ours.clear()
+    assert best_tokens(head.keys(states)).tolist() == [best]
+    assert [len(weight) for weight in ours] == [64], "four rows, padded"
+
+
+@pytest.mark.parametrize("other", ["quantized", "another backend", "batch invariant", "transposed", "no GPU"])
+def test_what_is_left_alone(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    target = Target()
+    draft = Draft(target)
+    if other == "quantized":
+        draft.fc.quant_method = type("Fp8", (UnquantizedLinearMethod,), {})()
+    elif other == "another backend":
+        monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda *_: None)
+        draft.fc.quant_method._gemm_impl = None
+    elif other == "batch invariant":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
+    elif other == "transposed":
+        draft.fc.weight.data = draft.fc.weight.data.T.contiguous().T
+    else:
+        monkeypatch.undo()
+    assert row_products.install(draft, target) == 0
+
+
+def test_methods_stay_of_their_class() -> None:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    target = Target()
+    draft = Draft(target)
+    stock = draft.fc.quant_method
+    row_products.install(draft, target)
+    assert type(draft.fc.quant_method) is UnquantizedLinearMethod
+    assert draft.fc.quant_method is not stock
+    assert "apply" not in vars(stock)

@@ -1,0 +1,80 @@
+"""The product of one row with a weight matrix, at the speed at which the weights can be read."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# On an H200, alone and behind another kernel, the best or within 3 % of it for widths from 2048 to 14336.
+_OUTPUTS, _BLOCK, _WARPS = 2, 2048, 4
+
+
+@triton.jit
+def _row_product_kernel(
+    row_ptr,
+    weight_ptr,
+    weight_stride,
+    bias_ptr,
+    out_ptr,
+    num_outputs,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = output < num_outputs
+    weights = weight_ptr + output[:, None].to(tl.int64) * weight_stride
+    products = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        held = column < WIDTH
+        # Each weight is needed once: evicted first, it leaves the cache to what the next kernels share.
+        weight = tl.load(
+            weights + column[None, :], mask=inside[:, None] & held[None, :], other=0.0, eviction_policy="evict_first"
+        )
+        row = tl.load(row_ptr + column, mask=held, other=0.0)
+        products += weight.to(tl.float32) * row[None, :].to(tl.float32)
+    total = tl.sum(products, axis=1)
+    if BIAS:
+        total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + output, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def row_product(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``torch.nn.functional.linear`` of a single row, summed in float32.
+
+    A matrix library splits such a product as if there were many rows, and reads at a half to nine tenths of the
+    memory's speed; here each program reads two whole rows of the weights, and many of them are under way at once.
+
+    Args:
+        row: [K], contiguous.
+        weight: [N, K] of the same dtype, rows contiguous.
+        bias: [N], or None.
+
+    Returns:
+        [N] of the dtype of ``row``.
+    """
+    num_outputs, width = weight.shape
+    out = torch.empty(num_outputs, dtype=row.dtype, device=row.device)
+    _row_product_kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
+        row,
+        weight,
+        weight.stride(0),
+        bias,
+        out,
+        num_outputs,
+        WIDTH=width,
+        BIAS=bias is not None,
+        OUTPUTS=_OUTPUTS,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
+        num_warps=_WARPS,
+    )
+    return out
+
+
+def row_product_reference(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`row_product` in plain torch."""
+    total = weight.float() @ row.float()
+    return (total if bias is None else total + bias.float()).to(row.dtype)

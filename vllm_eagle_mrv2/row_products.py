@@ -1,0 +1,138 @@
+"""Lets a draft multiply few rows with its weights through kernels of ours.
+
+A draft decode has one row a request, so at batch 1 every product of the draft is one of a row with a matrix, and
+reading the matrix is all of its work; of a wide head that is so for some dozen requests too.  Which kernel does it is
+decided inside a custom op, by the rows at hand: a compiled model holds the op whatever the batch, and a captured graph
+the kernel for its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
+from vllm_eagle_mrv2.kernels.row_product import row_product
+from vllm_eagle_mrv2.options import OPTIONS_KEY
+
+_library = torch.library.Library("vllm_eagle_mrv2", "DEF")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    num_rows = x.numel() // x.shape[-1]
+    if num_rows == 1:
+        return row_product(x.reshape(-1), weight, bias).view(*x.shape[:-1], -1)
+    if x.dim() == 2 and x.stride(1) == 1 and bias is None and few_rows.takes(num_rows, weight):
+        return few_rows.few_rows_product(x, weight)
+    return F.linear(x, weight, bias)
+
+
+def _empty_result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("vllm_eagle_mrv2::linear", _empty_result, lib=_library)
+
+
+def named_in_caches(vllm_config: Any) -> bool:
+    """Whether vLLM keeps compiled models of this configuration apart from those of stock's method.
+
+    A cached model that holds our op must not be found by an engine without us, nor the other way round; vLLM caches by
+    configuration, ``additional_config`` included, and a seam puts our name there.
+    """
+    return isinstance(vllm_config.additional_config, dict) and OPTIONS_KEY in vllm_config.additional_config
+
+
+@torch.inference_mode()
+def install(draft: torch.nn.Module, target: torch.nn.Module, processor: Any = None) -> int:
+    """Have a draft's unquantized layers multiply so; those that it has from the target stay as they are there.
+
+    Args:
+        draft: loaded.
+        target: the target model.
+        processor: the ``LogitsProcessor`` that is the draft's alone, which then multiplies so with whichever head it is
+            given; None leaves the head out.
+
+    Returns:
+        how many layers.
+    """
+    shared = {id(module) for module in target.modules()}
+    layers = [module for module in draft.modules() if id(module) not in shared and _is_linear(module)]
+    for layer in layers:
+        _multiply_by_rows(layer)
+    kinds = {(layer.weight.shape, layer.weight.dtype, getattr(layer, "bias", None) is None): layer for layer in layers}
+    for layer in kinds.values():
+        _compile(layer)
+    if processor is not None:
+        _give_view_of_head(processor)
+    return len(layers)
+
+
+def _is_linear(layer: Any) -> bool:
+    """Whether a layer does nothing but multiply with plain weights, by PyTorch, on an NVIDIA GPU."""
+    from vllm import envs
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.utils import default_unquantized_gemm, dispatch_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    method = getattr(layer, "quant_method", None)
+    # An embedding is one as well, as it may be the head of a model; to look it up is another method.
+    if type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        return False
+    # From 0.30 on a backend can be chosen for a layer.
+    product = getattr(method, "_gemm_impl", None) or dispatch_unquantized_gemm()
+    weight = layer.weight
+    return (
+        product is default_unquantized_gemm
+        and not envs.VLLM_BATCH_INVARIANT
+        and _runs_kernels(weight)
+        and weight.dim() == 2
+        and weight.stride(1) == 1
+        and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
+
+
+def _runs_kernels(weight: torch.Tensor) -> bool:
+    return weight.is_cuda and torch.version.hip is None
+
+
+def _apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.linear(x, layer.weight, bias)
+    return product
+
+
+def _multiply_by_rows(layer: Any) -> None:
+    # Of its class as before: vLLM asks for that when it replaces weights.
+    layer.quant_method = copy.copy(layer.quant_method)
+    layer.quant_method.apply = _apply
+
+
+def _compile(layer: Any) -> None:
+    """Have the kernels for a layer compiled now, and not by the first request of a draft without graphs."""
+    weight = layer.weight
+    for num_rows in (1, *few_rows.variants(weight)):
+        _apply(layer, weight.new_zeros(num_rows, weight.shape[1]), getattr(layer, "bias", None))
+
+
+def _give_view_of_head(processor: Any) -> None:
+    """Let a processor see the head that it is given, the target's mostly, as one that multiplies so."""
+    stock_forward = processor.forward
+    seen: tuple[Any, Any] = (None, None)  # a head and what is shown of it
+
+    def forward(lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        if lm_head is not seen[0]:
+            view = lm_head
+            if _is_linear(lm_head):
+                view = copy.copy(lm_head)  # with the very dictionary of parameters, so that new weights are seen
+                _multiply_by_rows(view)
+                _compile(view)
+            seen = (lm_head, view)
+        return stock_forward(seen[1], *args, **kwargs)
+
+    processor.forward = forward
