@@ -281,8 +281,10 @@ def test_one_graph_keeps_the_logits_of_live_rows(
     with engine("eagle_mrv2", k=K, speculative=method, options={"disable": disable}) as llm:
         speculator, unwritten = speculator_of(llm), 123.0
         replayed = draft_phase_graphs(llm)
+        # As an earlier batch could have left it; greedy rows store nothing.
+        speculator.loop.buffers.idx_mapping.fill_(0)
+        speculator.temperature.fill_(0.8)
         speculator.draft_logits.fill_(unwritten)
-        speculator.loop.buffers.idx_mapping.fill_(0)  # as an earlier batch could have left it
         greedy(llm, PROMPTS[:3], 8, temperature=0.8, seed=3)
         assert {descriptor.num_reqs for descriptor in replayed} >= {4}
         written = (speculator.draft_logits != unwritten).any(dim=-1)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.kernels.greedy import key_of, order_of_double
+from vllm_eagle_mrv2.kernels.greedy import key_of, order_of, order_of_double
 
 _BLOCK = 4096
 # Added to the position of salted draws, far beyond any position: their random numbers are nobody else's.
@@ -63,23 +63,22 @@ def _sample_blocks_kernel(
     live = state >= 0
     temperature = tl.load(temperature_ptr + state, mask=live, other=0.0)
     raw = tl.load(logits_ptr + row * logits_stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
-    scaled = raw
-    if temperature != 0.0:
-        scaled = raw / temperature
-    if KEEP:
-        column = tl.load(draft_step_ptr)
-        kept = draft_logits_ptr + state * draft_logits_stride_req + column * draft_logits_stride_step + tokens
-        tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=inside & live)
     # Beside NaN any lane may win, those beyond the vocabulary too: it is made the least.
     if temperature != 0.0:
-        seed = tl.load(seeds_ptr + state, mask=live, other=0)
+        scaled = raw / temperature
+        if KEEP:
+            column = tl.load(draft_step_ptr)
+            kept = draft_logits_ptr + state * draft_logits_stride_req + column * draft_logits_stride_step + tokens
+            tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=inside)
+        seed = tl.load(seeds_ptr + state)
         position = tl.load(positions_ptr + row) + 1
         score = scaled.to(tl.float64) if FP64 else scaled
         score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
         best, index = tl.max(tl.where(score == score, score, float("-inf")), axis=0, return_indices=True)
     else:
-        # Nothing is finer than the logits: no need for float64.
-        largest, index = tl.max(tl.where(scaled == scaled, scaled, float("-inf")), axis=0, return_indices=True)
+        # Nothing is stored, for a greedy row as for padding: vLLM compares greedy drafts with the target's argmax.
+        # Nor is anything finer than the logits, that it would need float64.
+        largest, index = tl.max(tl.where(raw == raw, raw, float("-inf")), axis=0, return_indices=True)
         best = largest.to(tl.float64) if FP64 else largest
     token = (block * BLOCK + index).to(tl.int64)
     if FP64:
@@ -87,7 +86,7 @@ def _sample_blocks_kernel(
         tl.store(orders_ptr + block, order_of_double(best))
         tl.store(orders_ptr + num_blocks + block, token)
     else:
-        tl.store(best_ptr + row * num_blocks + block, key_of(best, token))
+        tl.store(best_ptr + row * num_blocks + block, key_of(order_of(best), token))
 
 
 def sample_with_logits(
@@ -103,7 +102,7 @@ def sample_with_logits(
     after_temperature: bool,
     fp64: bool,
 ) -> torch.Tensor:
-    """Sample a draft token for every row by the Gumbel-max rule, and store what it was sampled from.
+    """Sample a draft token for every row by the Gumbel-max rule, and store what it was sampled from, unless greedily.
 
     The random numbers are a function of (seed, position, token).  A rejected draft is replaced by a draw from what
     remains of the target's distribution, which vLLM keys the same way; for the output to follow the target, the two
@@ -111,12 +110,12 @@ def sample_with_logits(
 
     Args:
         logits: [n, V], any floating dtype.
-        idx_mapping: [n] request state of each row; a row of -1 is padding, it stores nothing.
+        idx_mapping: [n] request state of each row; a row of -1 is padding.
         temperature: [R] float32; 0 takes the argmax.
         seeds: [R] int64.
         positions: [n] int64, position before that of the token that is drafted.
         draft_step: [] int64, on the device.
-        draft_logits: [R, K, V], written at [state, draft_step]; None stores nothing.
+        draft_logits: [R, K, V], written at [state, draft_step] where the temperature is not 0; None stores nothing.
         salted: draw other random numbers than the target does.
         after_temperature: store logits divided by the temperature.
         fp64: noise and comparison in float64.
@@ -166,7 +165,7 @@ def sample_with_logits_reference(
         raw = logits[row].float()
         heat = float(temperature[state]) if state >= 0 else 0.0
         scaled = raw / heat if heat else raw
-        if draft_logits is not None and state >= 0:
+        if draft_logits is not None and heat:
             draft_logits[state, int(draft_step)] = scaled if after_temperature else raw
         if heat:
             probabilities[row] = scaled.double().softmax(-1)
