@@ -180,11 +180,14 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"), help="as in ci/ab_time.py")
     options = parser.parse_args()
-    try:
-        print(json.dumps(measure(options)))
-    finally:
-        if options.together:
-            arrive(options.together)
+    # The engine in this process logs to standard output: there, only the result is to be.
+    with os.fdopen(os.dup(1), "w") as results:
+        os.dup2(2, 1)
+        try:
+            print(json.dumps(measure(options)), file=results)
+        finally:
+            if options.together:
+                arrive(options.together)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@
 #
 # OUT gets one tests.tar.gz (log and JUnit reports by release), or times.tar.gz (logs) with times.jsonl, for
 # ci/gpu_result.py. Ends with a line for each release; the exit status is 1 where any of them failed.
-# EAGLE_MRV2_LIMIT=570 stops what still runs after so many seconds; what it wrote is kept.
+# EAGLE_MRV2_LIMIT=570 stops what still runs after so many seconds; what it wrote is kept. EAGLE_MRV2_HOLD=FILE has engines
+# start, and waits for FILE before it measures them: while they start, something else may still use the machine.
 set -euo pipefail
 usage() { sed -n 's/^#   //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 [[ $# -ge 4 ]] || usage
@@ -72,7 +73,7 @@ tests() { # job, folder, arguments
 in_turn() { # script, job, folder, arguments
   local script=$1 job=$2 folder=$3
   shift 3
-  on "$job" "$python" "$script" --together "${#jobs[@]}" "$work/turns" "$@" >"$folder/$what.jsonl" 2>"$folder/log"
+  on "$job" "$python" "$script" --together "$participants" "$work/turns" "$@" >"$folder/$what.jsonl" 2>"$folder/log"
 }
 times() { in_turn ci/ab_time.py "$@"; }
 timelines() { in_turn ci/draft_timeline.py "$@"; }
@@ -88,7 +89,13 @@ cp -r vllm_eagle_mrv2 ci pyproject.toml setup.py README.md LICENSE "$work/source
 rm -rf "$root/site-plugin"
 "$python" -m pip install -q --no-deps --no-index --no-build-isolation --target "$root/site-plugin" "$work/source"
 declare -A process
-failed=0
+failed=0 participants=${#jobs[@]}
+if [[ -n ${EAGLE_MRV2_HOLD:-} ]]; then
+  # One more to wait for.
+  ((++participants))
+  mkdir "$work/turns"
+  (until [[ -e $EAGLE_MRV2_HOLD || ! -d $work/turns ]]; do sleep 1; done; touch "$work/turns/up-hold") 2>/dev/null &
+fi
 for job in "${jobs[@]}"; do
   folder=$work/out/$(folder_of "$job")
   read -ra words <<<"$job"

@@ -26,7 +26,7 @@ def inputs(rows: int, outputs: int, width: int, dtype: torch.dtype) -> tuple[tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [2, 3, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("rows", [2, 3, 16, 17, 32])
 @pytest.mark.parametrize(("outputs", "width"), [(1, 16), (64, 128), (65, 100), (130, 384), (7, 2048)])
 def test_is_the_product_with_every_output(rows: int, outputs: int, width: int, dtype: torch.dtype) -> None:
     x, weight = inputs(rows, outputs, width, dtype)
@@ -35,7 +35,7 @@ def test_is_the_product_with_every_output(rows: int, outputs: int, width: int, d
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")
-@pytest.mark.parametrize("rows", [2, 8, 32, 64])
+@pytest.mark.parametrize("rows", [2, 8, 32])
 def test_a_head(rows: int) -> None:
     x, weight = inputs(rows, 128_256, 2048, torch.bfloat16)
     expected = F.linear(x.float(), weight.float()).to(torch.bfloat16)
@@ -46,9 +46,9 @@ def test_a_head(rows: int) -> None:
     ("rows", "outputs", "dtype", "ours"),
     [
         (2, 1 << 16, torch.bfloat16, True),
-        (64, 1 << 16, torch.float16, True),
+        (32, 1 << 16, torch.float16, True),
         (1, 1 << 16, torch.bfloat16, False),
-        (65, 1 << 16, torch.bfloat16, False),
+        (33, 1 << 16, torch.bfloat16, False),
         (2, (1 << 16) - 1, torch.bfloat16, False),
         (2, 1 << 16, torch.float32, False),
     ],

@@ -8,6 +8,7 @@ import subprocess
 import zipfile
 from pathlib import Path
 
+import pytest
 from ci_scripts import CI, ci_module
 
 
@@ -76,6 +77,29 @@ def test_a_missing_release_is_found_before_any_starts(tmp_path: Path) -> None:
     )
     assert (run.returncode, run.stderr) == (2, f"error: {tmp_path} has no site-0.20.2\n")
     assert not started.exists()
+
+
+def test_measuring_waits_for_a_file(tmp_path: Path) -> None:
+    (tmp_path / "site-0.26.0").mkdir()
+    python, hold = tmp_path / "python", tmp_path / "hold"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *pip*) exit ;; esac\n'
+        'touch "$4/up-engine"\n'
+        'until [ "$(ls "$4" | wc -l)" -ge "$3" ]; do sleep 0.1; done\n'
+        f'[ -e "{hold}" ] && echo measured\n'
+    )
+    python.chmod(0o755)
+    run = subprocess.Popen(
+        ["bash", str(CI / "gpu_matrix.sh"), str(tmp_path), str(tmp_path / "out"), "times", "0.26.0"],
+        env=os.environ | {"PYTHON": str(python), "EAGLE_MRV2_HOLD": str(hold)},
+        stdout=subprocess.DEVNULL,
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.wait(3)
+    hold.touch()
+    assert run.wait(30) == 0
+    assert (tmp_path / "out" / "times.jsonl").read_text() == "measured\n"
 
 
 def test_parts_make_up_the_archives(tmp_path: Path) -> None:

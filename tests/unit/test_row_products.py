@@ -117,7 +117,7 @@ def test_kernels_are_compiled_when_the_draft_is_loaded(
         few.append(len(rows))
         return rows @ weight.T
 
-    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 64 and len(weight) >= PADDED)
+    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32 and len(weight) >= PADDED)
     monkeypatch.setattr(few_rows, "few_rows_product", product)
     target = Target()
     draft = Draft(target)
@@ -125,7 +125,7 @@ def test_kernels_are_compiled_when_the_draft_is_loaded(
     assert [tuple(weight.shape) for weight in ours] == [(HIDDEN, 2 * HIDDEN)]
     draft.compute_logits(inputs(65)[1])  # the profile run, of many rows
     assert [len(weight) for weight in ours] == [HIDDEN, PADDED]
-    assert few == [16, 32, 64]
+    assert few == [16, 32]
 
 
 def test_without_a_processor_of_its_own_the_head_is_left_alone(ours: list[torch.Tensor]) -> None:
