@@ -29,7 +29,7 @@ while (($#)); do
   shift
 done
 python=${PYTHON:-python3}
-PROCESSES=4 # at a time, for the tests of 0.20
+processes=${EAGLE_MRV2_PROCESSES:-4} # at a time, for the tests of 0.20, each of which has one to itself
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -61,7 +61,7 @@ tests() { # job, folder, arguments
   # An engine of 0.20 leaves behind what the next one of the process trips over.
   "${pytest[@]}" --collect-only -q "$@" >"$folder/collected"
   while read -r test; do
-    ((++reports <= PROCESSES)) || wait -n
+    ((++reports <= processes)) || wait -n
     { "${pytest[@]}" --junit-xml="$folder/$reports.xml" "$test" >"$folder/$reports.log" 2>&1 </dev/null ||
       echo "$test" >>"$folder/failed"; } &
   done < <(grep :: "$folder/collected")
