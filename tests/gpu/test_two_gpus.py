@@ -17,6 +17,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 PROMPTS = held_out_prompts(8)
 
 
+@pytest.fixture(autouse=True)
+def _workers_start_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked one could not use CUDA, as this process has asked how many GPUs there are."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+
+
 def _count_replays(worker: Any) -> None:
     manager = worker.model_runner.speculator.prefill_cudagraph_manager
     replay, manager.replays = manager.run_fullgraph, 0
