@@ -20,7 +20,7 @@ PROMPTS = held_out_prompts(8)
 @pytest.fixture(autouse=True)
 def _workers_start_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forked one could not use CUDA, as this process has asked how many GPUs there are."""
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def _count_replays(worker: Any) -> None:

@@ -27,6 +27,8 @@ VOCAB, HIDDEN = 300, 16
 LOW_IDS = tuple(range(2, 72))  # 70 tokens, which are all in the first rank's shard of the whole head
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layers are on the CPU, for the interpreter")
+
 
 @contextmanager
 def tensor_parallel(rank: int = 0, ranks: int = 1, port: int = 0) -> Iterator[None]:
