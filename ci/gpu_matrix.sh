@@ -33,8 +33,12 @@ processes=${EAGLE_MRV2_PROCESSES:-4} # at a time, for the tests of 0.20, each of
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# A job's name, as a folder.
-folder_of() { printf '%s' "${1//[^0-9a-zA-Z._-]/_}"; }
+# A job's name, as a folder, whose name may not be of any length.
+folder_of() {
+  local name=${1//[^0-9a-zA-Z._-]/_}
+  ((${#name} <= 100)) || name=${name:0:90}-$(cksum <<<"$1" | cut -d ' ' -f 1)
+  printf '%s' "$name"
+}
 
 # The rest of the arguments, on the release of a job; caches apart, as releases generate other code for the same shapes.
 on() {

@@ -40,9 +40,11 @@ class Tests(Strict):
     passed: int
     failed: int
     skipped: int
+    not_run: int = 0
 
     def __str__(self) -> str:
-        rest = [f"{number} {word}" for word in ("failed", "skipped") if (number := getattr(self, word))]
+        words = ("failed", "skipped", "not_run")
+        rest = [f"{number} {word.replace('_', ' ')}" for word in words if (number := getattr(self, word))]
         return ", ".join([str(self.passed), *rest])
 
 

@@ -102,6 +102,23 @@ def test_measuring_waits_for_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "times.jsonl").read_text() == "measured\n"
 
 
+def test_a_job_of_many_words(tmp_path: Path) -> None:
+    """Tests that are named one by one make a name that no folder can have."""
+    (tmp_path / "site-0.26.0").mkdir()
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho measured\n")
+    python.chmod(0o755)
+    jobs = [f"0.26.0 {'--setting ' * 40}{last}" for last in ("one", "two")]
+    run = subprocess.run(
+        ["bash", str(CI / "gpu_matrix.sh"), str(tmp_path), str(tmp_path / "out"), "times", *jobs],
+        env=os.environ | {"PYTHON": str(python)},
+        stdout=subprocess.DEVNULL,
+        timeout=60,
+    )
+    assert run.returncode == 0
+    assert (tmp_path / "out" / "times.jsonl").read_text() == "measured\nmeasured\n"
+
+
 def test_parts_make_up_the_archives(tmp_path: Path) -> None:
     pack = ci_module("gpu_pack")
     archives = []
@@ -137,6 +154,14 @@ def test_what_a_timeline_says() -> None:
     assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
     assert found["kernels"] == {"draft": {"count": 2, "us": 160.0}, "overlapping": {"count": 1, "us": 30.0}}
     assert found["largest_gaps_us"] == [20.0, -10.0]
+
+
+def test_what_found_no_memory_has_not_run(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    failure = '<failure message="ValueError: Free memory on device cuda:0 (6.32/139.8 GiB) on startup is less than"/>'
+    report.write_text(f'<testsuite><testcase name="a">{failure}</testcase><testcase name="b"/></testsuite>')
+    tests = ci_module("gpu_result").read_reports([report])["tests"]
+    assert tests == {"passed": 1, "failed": 0, "skipped": 0, "not_run": 1}
 
 
 def test_the_last_report_of_a_test_counts(tmp_path: Path) -> None:

@@ -109,6 +109,12 @@ def test_a_release_has_one_row_for_all_its_runs(tables: ModuleType, results: Pat
     )
 
 
+def test_tests_that_have_not_run_are_shown(tables: ModuleType, results: Path) -> None:
+    tests = {"passed": 26, "failed": 0, "skipped": 1, "not_run": 7}
+    (results / "h200.json").write_text(result(tests=tests))
+    assert "| 26, 1 skipped, 7 not run |" in tables.results_section()
+
+
 def test_what_was_timed(tables: ModuleType, results: Path) -> None:
     one = {"shape": "1b", "method": "eagle", "k": 7, "batch": 1, "stock": [3.0], "eagle_mrv2": [2.5]}
     rows = [
