@@ -40,10 +40,10 @@ def read_reports(reports: list[Path]) -> dict[str, Any]:
             name = case.get("name", "")
             if not name:  # the whole run's, where it was cut short
                 continue
-            failure = case.find("failure") if case.find("error") is None else case.find("error")
-            failed = failure is not None
+            problems = [*case.iter("failure"), *case.iter("error")]
+            failed = bool(problems)
             verdict = "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
-            if failure is not None and NO_MEMORY in failure.get("message", ""):
+            if any(NO_MEMORY in problem.get("message", "") for problem in problems):
                 verdict = "not_run"
             verdicts[f"{case.get('classname')}::{name}"] = verdict
             found = {item.get("name", ""): item.get("value", "") for item in case.iter("property")}

@@ -53,48 +53,39 @@ def test_what_a_release_imports_is_packed(tmp_path: Path) -> None:
     assert {str(file.relative_to(site)) for file in site.rglob("*") if file.is_file()} == kept
 
 
+def machine_with(tmp_path: Path, python: str, *jobs: str, **environment: str) -> subprocess.Popen[str]:
+    """ci/gpu_matrix.sh at the times of jobs, on 0.26.0 alone and with a shell script for Python."""
+    (tmp_path / "site-0.26.0").mkdir()
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\n{python}\n")
+    script.chmod(0o755)
+    return subprocess.Popen(
+        ["bash", str(CI / "gpu_matrix.sh"), str(tmp_path), str(tmp_path / "out"), "times", *jobs],
+        env=os.environ | {"PYTHON": str(script)} | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_a_missing_release_is_found_before_any_starts(tmp_path: Path) -> None:
     """Those that take turns would wait for it until their limit."""
-    (tmp_path / "site-0.26.0").mkdir()
     started = tmp_path / "started"
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\ntouch {started}\n")
-    python.chmod(0o755)
-    run = subprocess.run(
-        [
-            "bash",
-            str(CI / "gpu_matrix.sh"),
-            str(tmp_path),
-            str(tmp_path / "out"),
-            "times",
-            "0.26.0",
-            "0.20.2 --steps 7",
-        ],
-        env=os.environ | {"PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (run.returncode, run.stderr) == (2, f"error: {tmp_path} has no site-0.20.2\n")
+    run = machine_with(tmp_path, f"touch {started}", "0.26.0", "0.20.2 --steps 7")
+    _, error = run.communicate(timeout=60)
+    assert (run.returncode, error) == (2, f"error: {tmp_path} has no site-0.20.2\n")
     assert not started.exists()
 
 
 def test_measuring_waits_for_a_file(tmp_path: Path) -> None:
-    (tmp_path / "site-0.26.0").mkdir()
-    python, hold = tmp_path / "python", tmp_path / "hold"
-    python.write_text(
-        "#!/bin/sh\n"
+    hold = tmp_path / "hold"
+    python = (
         'case "$*" in *pip*) exit ;; esac\n'
         'touch "$4/up-engine"\n'
         'until [ "$(ls "$4" | wc -l)" -ge "$3" ]; do sleep 0.1; done\n'
-        f'[ -e "{hold}" ] && echo measured\n'
+        f'[ -e "{hold}" ] && echo measured'
     )
-    python.chmod(0o755)
-    run = subprocess.Popen(
-        ["bash", str(CI / "gpu_matrix.sh"), str(tmp_path), str(tmp_path / "out"), "times", "0.26.0"],
-        env=os.environ | {"PYTHON": str(python), "EAGLE_MRV2_HOLD": str(hold)},
-        stdout=subprocess.DEVNULL,
-    )
+    run = machine_with(tmp_path, python, "0.26.0", EAGLE_MRV2_HOLD=str(hold))
     with pytest.raises(subprocess.TimeoutExpired):
         run.wait(3)
     hold.touch()
@@ -104,18 +95,8 @@ def test_measuring_waits_for_a_file(tmp_path: Path) -> None:
 
 def test_a_job_of_many_words(tmp_path: Path) -> None:
     """Tests that are named one by one make a name that no folder can have."""
-    (tmp_path / "site-0.26.0").mkdir()
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho measured\n")
-    python.chmod(0o755)
     jobs = [f"0.26.0 {'--setting ' * 40}{last}" for last in ("one", "two")]
-    run = subprocess.run(
-        ["bash", str(CI / "gpu_matrix.sh"), str(tmp_path), str(tmp_path / "out"), "times", *jobs],
-        env=os.environ | {"PYTHON": str(python)},
-        stdout=subprocess.DEVNULL,
-        timeout=60,
-    )
-    assert run.returncode == 0
+    assert machine_with(tmp_path, "echo measured", *jobs).wait(60) == 0
     assert (tmp_path / "out" / "times.jsonl").read_text() == "measured\nmeasured\n"
 
 

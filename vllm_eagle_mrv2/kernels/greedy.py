@@ -60,7 +60,7 @@ def _block_keys_kernel(
     tokens = first_row + columns
     if MAPPED:
         tokens += tl.load(offsets_ptr + tokens, mask=inside, other=0).to(tl.int32)
-    # In 32 bits up to the block's best: int64 takes twice as long with many rows.
+    # In 32 bits up to the block's best, as int64 takes two instructions for each of theirs.
     orders = tl.where(inside, order_of(logits), -0x7FFFFFFF)
     best = tl.max(orders, axis=0)
     token = tl.min(tl.where(inside & (orders == best), tokens, 0x7FFFFFFF), axis=0)

@@ -1,0 +1,25 @@
+"""What several unit tests use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that the op multiplied single rows with through our kernel."""
+    from vllm_eagle_mrv2 import row_products
+
+    product, seen = row_products.row_product, []
+
+    def counted(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(weight)
+        return product(row, weight, bias)
+
+    monkeypatch.setattr(row_products, "row_product", counted)
+    return seen
