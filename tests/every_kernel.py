@@ -90,7 +90,7 @@ def call_every_kernel() -> None:
             for slot_table in (None, SlotTable(blocks, torch.zeros(8, dtype=torch.int64, device=DEVICE), 16)):
                 buffers.draft_step.fill_(1)
                 update_after_step(buffers, drafted, feedback, 3, 3, 4096, slot_table)
-        for outputs, width in ((3, 96), (5, 5000)):
+        for outputs, width in ((3, 96), (5, 3000), (5, 5000), (5, 9000), (5, 17000)):
             weight = torch.randn(outputs, width, device=DEVICE).to(dtype)
             for bias in (None, weight[:, 0].contiguous()):
                 row_product(weight[0], weight, bias)

@@ -27,7 +27,8 @@ def inputs(
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(
-    ("outputs", "width"), [(1, 1), (2, 64), (3, 100), (5, 2048), (64, 2049), (17, 4096), (9, 14336), (2, 28672)]
+    ("outputs", "width"),
+    [(1, 1), (2, 64), (3, 100), (5, 2048), (64, 2049), (17, 4096), (6, 5000), (7, 8192), (9, 14336), (2, 28672)],
 )
 def test_is_the_product_with_every_output(outputs: int, width: int, dtype: torch.dtype) -> None:
     row, weight, bias = inputs(outputs, width, dtype)

@@ -178,17 +178,13 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
             self.loop.buffers.query_start_loc.zero_()
 
     def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
-        live, buffers = batch.num_reqs, self.loop.buffers
+        live = batch.num_reqs
         if batch.dummy_run:
             # The rows name no request, and these releases' kernel does not skip them.
             slot_mappings = self.block_tables.get_dummy_slot_mappings(run.num_tokens)
         else:
-            slot_mappings = self.block_tables.compute_slot_mappings(
-                buffers.idx_mapping[:live],
-                buffers.query_start_loc[: live + 1],
-                buffers.positions[:live],
-                run.num_tokens,
-            )
+            self.map_decode_slots(live, run.num_tokens)
+            slot_mappings = self.block_tables.slot_mappings[:, : run.num_tokens]
         rows = run.descriptor.num_reqs or live
         attn_metadata = self._build(
             rows,

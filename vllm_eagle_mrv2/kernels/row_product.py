@@ -6,8 +6,19 @@ import torch
 import triton
 import triton.language as tl
 
-# Chosen on an H200 for widths from 4096 up; widths of 2048 and 8192 have faster ones.
-_OUTPUTS, _BLOCK, _WARPS = 2, 2048, 4
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """Outputs of a program, columns that it reads at a time, and its warps: on an H200 the best over 17 shapes.
+
+    Measured behind another kernel, with weights of 8 to 525 MB out of the cache.
+    """
+    if width <= 2048:
+        return 1, triton.next_power_of_2(width), 4
+    if width <= 4096:
+        return 2, 2048, 8
+    if width <= 8192:
+        return 1, 2048, 8
+    return (2, 2048, 4) if width <= 16384 else (2, 1024, 4)
 
 
 @triton.jit
@@ -46,7 +57,8 @@ def row_product(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """``torch.nn.functional.linear`` of a single row, summed in float32.
 
     A matrix library splits such a product as if there were many rows, and reads at a half to nine tenths of the
-    memory's speed; here each program reads two whole rows of the weights, and many of them are under way at once.
+    memory's speed; here each program reads one or two whole rows of the weights, and many programs are under way at
+    once.
 
     Args:
         row: [K], contiguous.
@@ -58,7 +70,8 @@ def row_product(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """
     num_outputs, width = weight.shape
     out = torch.empty(num_outputs, dtype=row.dtype, device=row.device)
-    _row_product_kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
+    outputs, block, warps = _tile(width)
+    _row_product_kernel[(triton.cdiv(num_outputs, outputs),)](
         row,
         weight,
         weight.stride(0),
@@ -67,9 +80,9 @@ def row_product(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         num_outputs,
         WIDTH=width,
         BIAS=bias is not None,
-        OUTPUTS=_OUTPUTS,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
-        num_warps=_WARPS,
+        OUTPUTS=outputs,
+        BLOCK=block,
+        num_warps=warps,
     )
     return out
 

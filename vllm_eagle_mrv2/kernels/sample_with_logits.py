@@ -78,7 +78,9 @@ def _sample_blocks_kernel(
     else:
         # Nothing is stored, for a greedy row as for padding: vLLM compares greedy drafts with the target's argmax.
         # Nor is anything finer than the logits, that it would need float64.
-        largest, index = tl.max(tl.where(raw == raw, raw, float("-inf")), axis=0, return_indices=True)
+        numbers = tl.where(raw == raw, raw, float("-inf"))
+        largest = tl.max(numbers, axis=0)
+        index = tl.min(tl.where(numbers == largest, tl.arange(0, BLOCK), BLOCK), axis=0)
         best = largest.to(tl.float64) if FP64 else largest
     token = (block * BLOCK + index).to(tl.int64)
     if FP64:
