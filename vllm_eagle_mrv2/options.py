@@ -40,6 +40,10 @@ class Options(BaseModel):
         """Whether a behaviour is on."""
         return behaviour not in self.disable
 
+    def without(self, behaviour: Behaviour) -> Options:
+        """The same with a behaviour switched off."""
+        return self.model_copy(update={"disable": self.disable | {behaviour}})
+
 
 def parse_options(additional_config: object) -> Options:
     """Read the options out of vLLM's ``additional_config``.

@@ -16,6 +16,7 @@ from support import (
     engine,
     greedy,
     held_out_prompts,
+    recorded_log,
     recorded_max_seq_lens,
     recorded_slots,
     speculator_of,
@@ -173,3 +174,19 @@ def test_max_seq_len_of_the_draft_is_the_batchs() -> None:
     # The longest draft starts when one token is left to sample.
     assert prompt + 3 < max(seen["on"]) <= prompt + 16 + 2 * 4
     assert seen["off"] == {256}
+
+
+class Opaque:
+    """What a vLLM platform of somebody else may take in the place of a dictionary."""
+
+    def compute_hash(self) -> str:
+        return "opaque"
+
+
+@pytest.mark.parametrize(("additional_config", "off"), [({}, False), (Opaque(), True)])
+def test_products_are_stocks_where_compiled_models_cannot_be_told_apart(additional_config: Any, off: bool) -> None:
+    with recorded_log() as log, engine("eagle_mrv2", additional_config=additional_config) as llm:
+        (line,) = (line for line in log if "drafts on vLLM" in line)
+        assert line.endswith("disabled: row_products") == off
+        assert ("row_products," in line) != off
+        assert greedy(llm, held_out_prompts(1), 4)

@@ -63,6 +63,8 @@ class StockHost(DraftGraphs):
             )
         self.request = request
         self.options = request.options
+        if not row_products.named_in_caches(vllm_config):
+            self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # the announcement tells so
         super().__init__(vllm_config, device)
         stock: Any = self
         draft_step = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
@@ -101,7 +103,7 @@ class StockHost(DraftGraphs):
         super().load_model(target_model)  # type: ignore[misc]
         local = self.options.enabled(Behaviour.LOCAL_ARGMAX)
         self._draft_logits = DraftLogits.of(self.model, target_model, local=local)
-        if self.options.enabled(Behaviour.ROW_PRODUCTS) and row_products.named_in_caches(self.vllm_config):
+        if self.options.enabled(Behaviour.ROW_PRODUCTS):
             row_products.install(self.model, target_model, self._draft_logits and self._draft_logits.processor)
         if self.request.draft_tokens is not None:
             from vllm_eagle_mrv2.hosts import weight_updates
