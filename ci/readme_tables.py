@@ -80,10 +80,8 @@ class Iteration(Strict):
 
     @property
     def case(self) -> str:
-        """What was measured, for a row of the table."""
-        setting = f", {self.setting}" if self.setting else ""
-        against = f", against ours without {', '.join(f'`{name}`' for name in self.without)}" if self.without else ""
-        return f"{self.shape} {self.method}, K={self.k}, batch {self.batch}{setting}{against}"
+        """What was measured, for a row of a table, but for the batch size."""
+        return ", ".join([f"{self.shape} {self.method}", f"K={self.k}", *([self.setting] if self.setting else [])])
 
     def __str__(self) -> str:
         spread = f" ({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})" if self.quartiles else ""
@@ -210,17 +208,53 @@ def _acceptance(run: Result) -> str:
 
 
 def speed_section() -> str:
-    """Every case that was timed, by release."""
-    cells: dict[str, dict[str, str]] = {}
+    """What was timed on several releases, or with a setting of its own."""
+    rows: dict[str, dict[str, Iteration]] = {}
     for release, runs in read_results().items():
-        for one in (one for run in runs for one in run.iteration_ms):
-            cells.setdefault(one.case, {})[release] = str(one)
-    columns = sorted({release for row in cells.values() for release in row}, key=Version)
-    rows = [[case, *(row.get(release, "-") for release in columns)] for case, row in cells.items()]
+        for one in _timed(runs):
+            if not one.without:
+                rows.setdefault(f"{one.case}, batch {one.batch}", {})[release] = one
+    shown = {case: row for case, row in rows.items() if len(row) > 1 or any(one.setting for one in row.values())}
     legend = (
         "Time of stock / time of ours per engine iteration, with quartiles over the rounds; above 1, ours is faster."
     )
-    return _table(["case", *columns], rows, "---") + f"\n\n{legend}"
+    return _crossed("case", shown, Version) + f"\n\n{legend}"
+
+
+def batches_section() -> str:
+    """What was timed at several batch sizes, on the release where most was."""
+    by_release = {release: _timed(runs) for release, runs in read_results().items()}
+    release = max(by_release, key=lambda release: len(by_release[release]))
+    rows: dict[str, dict[str, Iteration]] = {}
+    for one in by_release[release]:
+        if not (one.without or one.setting):
+            rows.setdefault(one.case, {})[f"batch {one.batch}"] = one
+    return _crossed(f"stock / ours on {release}", rows, _number)
+
+
+def alone_section() -> str:
+    """What each behaviour gains: ours without it / ours."""
+    rows: dict[str, dict[str, Iteration]] = {}
+    for release, runs in read_results().items():
+        for one in _timed(runs):
+            if one.without:
+                names = ", ".join(f"`{name}`" for name in one.without)
+                rows.setdefault(f"{names}: {one.case}, {release}", {})[f"batch {one.batch}"] = one
+    return _crossed("ours without / ours with", rows, _number)
+
+
+def _timed(runs: list[Result]) -> list[Iteration]:
+    return [one for run in runs for one in run.iteration_ms]
+
+
+def _number(head: str) -> int:
+    return int(head.split()[-1])
+
+
+def _crossed(corner: str, rows: Mapping[str, Mapping[str, Iteration]], order: Callable[[str], Any]) -> str:
+    columns = sorted({column for row in rows.values() for column in row}, key=order)
+    cells = [[case, *(str(row.get(column, "-")) for column in columns)] for case, row in rows.items()]
+    return _table([corner, *columns], cells, "---")
 
 
 def metadata_section() -> str:
@@ -250,6 +284,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "behaviours": behaviours_section,
     "results": results_section,
     "speed": speed_section,
+    "batches": batches_section,
+    "alone": alone_section,
     "metadata": metadata_section,
 }
 

@@ -121,6 +121,8 @@ def test_what_was_timed(tables: ModuleType, results: Path) -> None:
         {**one, "ratio": 1.2, "quartiles": [1.19, 1.215], "rounds": 9},
         {**one, "ratio": 1.5, "setting": "drafts from 32768 tokens"},
         {**one, "ratio": 1.03, "without": ["two_stage_argmax"]},
+        {**one, "ratio": 1.1, "batch": 32},
+        {**one, "ratio": 1.04, "k": 3, "batch": 8},
     ]
     (results / "a.json").write_text(result(iteration_ms=rows))
     (results / "b.json").write_text(result(vllm="0.22.1", iteration_ms=rows[:1]))
@@ -129,9 +131,15 @@ def test_what_was_timed(tables: ModuleType, results: Path) -> None:
         "| case | 0.22.1 | 0.26.0 |",
         "| --- | --- | --- |",
         "| 1b eagle, K=7, batch 1 | 1.20 (1.19 to 1.22) | 1.20 (1.19 to 1.22) |",
-        "| 1b eagle, K=7, batch 1, drafts from 32768 tokens | - | 1.50 |",
-        "| 1b eagle, K=7, batch 1, against ours without `two_stage_argmax` | - | 1.03 |",
+        "| 1b eagle, K=7, drafts from 32768 tokens, batch 1 | - | 1.50 |",
     ]
+    assert tables.batches_section().splitlines() == [
+        "| stock / ours on 0.26.0 | batch 1 | batch 8 | batch 32 |",
+        "| --- | --- | --- | --- |",
+        "| 1b eagle, K=7 | 1.20 (1.19 to 1.22) | - | 1.10 |",
+        "| 1b eagle, K=3 | - | 1.04 | - |",
+    ]
+    assert tables.alone_section().splitlines()[2:] == ["| `two_stage_argmax`: 1b eagle, K=7, 0.26.0 | 1.03 |"]
 
 
 def test_what_the_drafts_metadata_costs(tables: ModuleType, results: Path) -> None:

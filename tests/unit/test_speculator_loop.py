@@ -397,8 +397,8 @@ def test_a_fused_run_refreshes_on_the_device(disable: Behaviour | None, refreshe
 def test_slots_are_looked_up_a_step_ahead(disable: Behaviour | None, ahead: bool) -> None:
     host = ToyHost(refreshes_in_graph=True)
     if ahead:
-        blocks = torch.arange(MAX_NUM_REQS * MAX_LEN, dtype=torch.int32).view(MAX_NUM_REQS, MAX_LEN)
-        host.slot_table = SlotTable(blocks, torch.full((MAX_NUM_REQS,), -1), 1)
+        blocks = torch.arange(MAX_NUM_REQS * MAX_LEN, dtype=torch.int32, device=DEVICE).view(MAX_NUM_REQS, MAX_LEN)
+        host.slot_table = SlotTable(blocks, torch.full((MAX_NUM_REQS,), -1, device=DEVICE), 1)
     loop = loop_on(host, 4, disable=disable)
     assert loop.propose(batch_of(ROWS, 4)).tolist() == expected_drafts(ROWS, 4, 0)
     assert len(host.named("map_decode_slots")) == (1 if ahead or disable else 3)
