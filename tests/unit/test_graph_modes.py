@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -36,6 +36,13 @@ class Manager:
         self.mode, self.pool = mode, "the target's"
 
 
+class Descriptor(NamedTuple):
+    """Of a draft prefill's graph."""
+
+    cg_mode: Any
+    uniform_token_count: int
+
+
 class Stock:
     """What a stock speculator does with the target's groups: builders look at the mode of the configuration."""
 
@@ -56,6 +63,7 @@ class Stock:
 class Host(StockHost, Stock):
     prefill_manager_class = decode_manager_class = Manager  # type: ignore[assignment]
     in_decode_sizes = False
+    refreshes_in_graph = True
 
     def __init__(self, asked: Any, disable: set[Behaviour], enforce_eager: bool, dp_size: int) -> None:
         self.dp_size = dp_size
@@ -134,3 +142,19 @@ def test_an_eager_draft_has_none() -> None:
 def test_data_parallel_ranks_have_what_stock_has() -> None:
     """A rank without a graph makes the others run eagerly, at sizes of which a builder would keep buffers."""
     assert modes(BOTH, PIECEWISE, SINGLE_TOKEN, dp_size=2) == (PIECEWISE, NONE)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "disable", "whole"),
+    [(2, set(), True), (1, set(), False), (2, {Behaviour.ONE_DRAFT_GRAPH}, False)],
+    ids=["of the batch", "of another length", "off"],
+)
+def test_the_prefill_is_the_whole_phase_of_one_draft_token(
+    num_tokens: int, disable: set[Behaviour], whole: bool
+) -> None:
+    host: Any = Host(BOTH, disable, enforce_eager=False, dp_size=1)
+    host.num_speculative_steps, host._phase_graphs = 1, set()
+    host.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False)
+    graph = Descriptor(FULL, num_tokens)
+    assert host._decodes_in_graph_of(graph) is None
+    assert host.holds_draft_phase(SimpleNamespace(full=True, descriptor=graph)) is whole

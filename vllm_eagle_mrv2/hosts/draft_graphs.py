@@ -47,7 +47,7 @@ class DraftGraphs:
         self._asked_mode = vllm_config.compilation_config.cudagraph_mode
         self._target_mode: Any = None  # what it then is
         self._phase_graphs: set[Any] = set()
-        """Descriptors of the draft prefill graphs that go on with the draft decodes."""
+        """Descriptors of the draft prefill graphs that go on with the draft decodes, if there are any."""
         self._announced = False
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
 
@@ -179,10 +179,11 @@ class DraftGraphs:
             and enabled(Behaviour.TARGET_METADATA_REUSE)
             and descriptor.cg_mode.name == "FULL"
             and descriptor.uniform_token_count == self.num_speculative_steps + 1
-            and self.num_speculative_steps > 1
         ):
             return None
         self._phase_graphs.add(descriptor)
+        if self.num_speculative_steps == 1:
+            return None  # the draft prefill is all of the phase
         of_decodes = dataclasses.replace(descriptor, num_tokens=descriptor.num_reqs, uniform_token_count=1)
         return self._dummy_inputs(
             self.decode_cudagraph_manager, of_decodes, self.input_buffers, self.attn_groups, step=1
