@@ -37,7 +37,7 @@ def temperature() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vocab", [7, 4096, 5000])
-@pytest.mark.parametrize("mapping", [[1], [3, 0, 5], [2, 1, -1, -1], list(range(MAX_REQS))])
+@pytest.mark.parametrize("mapping", [[1], [3, 0, 5], [2, 1, -1, -1], [*range(MAX_REQS), -1]])
 @pytest.mark.parametrize("after_temperature", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_stored(vocab: int, mapping: list[int], after_temperature: bool, dtype: torch.dtype) -> None:
@@ -55,7 +55,7 @@ def test_what_is_stored(vocab: int, mapping: list[int], after_temperature: bool,
 @pytest.mark.parametrize("mapping", [[1, 3, 5], [0, 2, 4]], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("fp64", [False, True])
 def test_nan_never_wins(mapping: list[int], fp64: bool) -> None:
-    """Nor does a lane beyond the vocabulary beside it: three blocks make four lanes, the last of them short.
+    """Nor does a lane beyond the vocabulary beside it: nine blocks make sixteen lanes, the last block is short.
 
     Red on a GPU alone, where a comparison with NaN lets any lane win; the interpreter forgives it.
     """

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from vllm_eagle_mrv2.kernels.greedy import key_of, order_of, order_of_double
 
-_BLOCK = 4096
+_PART = 512
 # Added to the position of salted draws, far beyond any position: their random numbers are nobody else's.
 _SALT = tl.constexpr(1 << 30)
 _TINY = tl.constexpr(2.0**-126)
@@ -54,30 +54,40 @@ def _sample_blocks_kernel(
     SALTED: tl.constexpr,
     FP64: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    inside = tokens < vocab_size
+    logits_ptr += row * logits_stride
     state = tl.load(idx_mapping_ptr + row).to(tl.int64)
     live = state >= 0
     temperature = tl.load(temperature_ptr + state, mask=live, other=0.0)
-    raw = tl.load(logits_ptr + row * logits_stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
     # Beside NaN any lane may win, those beyond the vocabulary too: it is made the least.
     if temperature != 0.0:
-        scaled = raw / temperature
-        if KEEP:
-            column = tl.load(draft_step_ptr)
-            kept = draft_logits_ptr + state * draft_logits_stride_req + column * draft_logits_stride_step + tokens
-            tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=inside)
+        # A part at a time: random numbers take many registers, and the other branch would have to wait for them too.
+        best = tl.full((), float("-inf"), tl.float64 if FP64 else tl.float32)
+        index = 0
+        column = tl.load(draft_step_ptr)
         seed = tl.load(seeds_ptr + state)
         position = tl.load(positions_ptr + row) + 1
-        score = scaled.to(tl.float64) if FP64 else scaled
-        score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
-        best, index = tl.max(tl.where(score == score, score, float("-inf")), axis=0, return_indices=True)
+        for start in range(0, BLOCK, PART):
+            tokens = block * BLOCK + start + tl.arange(0, PART)
+            inside = tokens < vocab_size
+            raw = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+            scaled = raw / temperature
+            if KEEP:
+                kept = draft_logits_ptr + state * draft_logits_stride_req + column * draft_logits_stride_step + tokens
+                tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=inside)
+            score = scaled.to(tl.float64) if FP64 else scaled
+            score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
+            score, first = tl.max(tl.where(score == score, score, float("-inf")), axis=0, return_indices=True)
+            index = tl.where(score > best, start + first, index)
+            best = tl.maximum(score, best)
     else:
         # Nothing is stored, for a greedy row as for padding: vLLM compares greedy drafts with the target's argmax.
         # Nor is anything finer than the logits, that it would need float64.
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        raw = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
         numbers = tl.where(raw == raw, raw, float("-inf"))
         largest = tl.max(numbers, axis=0)
         index = tl.min(tl.where(numbers == largest, tl.arange(0, BLOCK), BLOCK), axis=0)
@@ -127,7 +137,8 @@ def sample_with_logits(
         [n, 2, m].  The kernel that the token goes to takes the best of them.
     """
     num_rows, vocab_size = logits.shape
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    block = 1024 if num_rows <= 8 else 2048  # few rows have multiprocessors to spare
+    num_blocks = triton.cdiv(vocab_size, block)
     best = logits.new_empty((num_rows, 2, num_blocks) if fp64 else (num_rows, num_blocks), dtype=torch.int64)
     _sample_blocks_kernel[(num_rows, num_blocks)](
         logits,
@@ -147,7 +158,8 @@ def sample_with_logits(
         AFTER_TEMPERATURE=after_temperature,
         SALTED=salted,
         FP64=fp64,
-        BLOCK=_BLOCK,
+        BLOCK=block,
+        PART=_PART,
     )
     return best
 
