@@ -26,6 +26,8 @@ class DraftLogits:
         self.processor = processor
         self.short = False
         """Whether logits are being computed for us, so that they need not be whole."""
+        self.keys_do = False
+        """Whether keys of `argmax_keys` may stand for what is being computed."""
         self._untouched: bool | None = None
         self._rank: int = get_tensor_model_parallel_rank()
         self._ranks: int = get_tensor_model_parallel_world_size()
@@ -67,13 +69,21 @@ class DraftLogits:
             self._untouched = len(returned) == 1 and logits is returned[0]
         return self._untouched
 
-    def __call__(self, compute: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, W] what the processor makes of hidden states [n, H] when nothing is gathered or filled up."""
-        self.short, self._sharded = True, False
+    def __call__(
+        self,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        hidden_states: torch.Tensor,
+        keys_do: bool = False,
+    ) -> torch.Tensor:
+        """[n, W] what the processor makes of hidden states [n, H] when nothing is gathered or filled up.
+
+        With ``keys_do`` it may also be keys of `argmax_keys`, [n, blocks] int64.
+        """
+        self.short, self.keys_do, self._sharded = True, keys_do, False
         try:
             return compute(hidden_states)
         finally:
-            self.short = False
+            self.short = self.keys_do = False
 
     def shard(self, logits: torch.Tensor, num_rows: int) -> tuple[int, int] | None:
         """First row of the head and number of rows that the columns stand for; None if they stand for all of them.

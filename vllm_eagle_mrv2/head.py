@@ -66,7 +66,9 @@ class DraftHead:
             self._draft_logits = None
         if self._draft_logits is None:
             return argmax_keys(self._compute(hidden_states), self.offsets)
-        logits = self._draft_logits(self._compute, hidden_states)
+        logits = self._draft_logits(self._compute, hidden_states, keys_do=self.offsets is None)
+        if logits.dtype == torch.int64:
+            return logits
         shard = self._draft_logits.shard(logits, self._num_rows)
         if shard is None:
             return argmax_keys(logits, self.offsets)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.row_product import row_product
 from vllm_eagle_mrv2.options import OPTIONS_KEY
@@ -26,9 +27,13 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     num_rows = x.numel() // x.shape[-1]
     if num_rows == 1:
         return row_product(x.reshape(-1), weight, bias).view(*x.shape[:-1], -1)
-    if x.dim() == 2 and x.stride(1) == 1 and bias is None and few_rows.takes(num_rows, weight):
+    if bias is None and _are_few(x, weight):
         return few_rows.few_rows_product(x, weight)
     return F.linear(x, weight, bias)
+
+
+def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.dim() == 2 and x.stride(1) == 1 and few_rows.takes(len(x), weight)
 
 
 def _empty_result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -49,14 +54,14 @@ def named_in_caches(vllm_config: Any) -> bool:
 
 
 @torch.inference_mode()
-def install(draft: torch.nn.Module, target: torch.nn.Module, processor: Any = None) -> int:
+def install(draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits | None = None) -> int:
     """Have a draft's unquantized layers multiply so; those that it has from the target stay as they are there.
 
     Args:
         draft: loaded.
         target: the target model.
-        processor: the ``LogitsProcessor`` that is the draft's alone, which then multiplies so with whichever head it is
-            given; None leaves the head out.
+        logits: of the draft's own ``LogitsProcessor``, which then multiplies so with whichever head it is given; None
+            leaves the head out.
 
     Returns:
         how many layers.
@@ -68,8 +73,8 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, processor: Any = No
     kinds = {(layer.weight.shape, layer.weight.dtype, getattr(layer, "bias", None) is None): layer for layer in layers}
     for layer in kinds.values():
         _compile(layer)
-    if processor is not None:
-        _give_view_of_head(processor)
+    if logits is not None:
+        _give_view_of_head(logits)
     return len(layers)
 
 
@@ -116,15 +121,20 @@ def _compile(layer: Any) -> None:
     """Have the kernels for a layer compiled now, and not by the first request of a draft without graphs."""
     weight = layer.weight
     for num_rows in (1, *few_rows.variants(weight)):
-        _apply(layer, weight.new_zeros(num_rows, weight.shape[1]), getattr(layer, "bias", None))
+        rows = weight.new_zeros(num_rows, weight.shape[1])
+        _apply(layer, rows, getattr(layer, "bias", None))
+        if num_rows > 1:
+            few_rows.few_rows_keys(rows, weight)
 
 
-def _give_view_of_head(processor: Any) -> None:
+def _give_view_of_head(logits: DraftLogits) -> None:
     """Let a processor see the head that it is given, the target's mostly, as one that multiplies so."""
+    processor = logits.processor
     stock_forward = processor.forward
     seen: tuple[Any, Any] = (None, None)  # a head and what is shown of it
+    plain = processor.scale == 1.0 and processor.soft_cap is None and not processor.logits_as_input
 
-    def forward(lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         if lm_head is not seen[0]:
             view = lm_head
@@ -133,6 +143,12 @@ def _give_view_of_head(processor: Any) -> None:
                 _multiply_by_rows(view)
                 _compile(view)
             seen = (lm_head, view)
-        return stock_forward(seen[1], *args, **kwargs)
+        view = seen[1]
+        if logits.keys_do and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
+            weight = view.weight[: processor.org_vocab_size]
+            as_given = getattr(processor, "head_dtype", None) in (None, hidden_states.dtype)  # from 0.27 on
+            if as_given and _are_few(hidden_states, weight):
+                return few_rows.few_rows_keys(hidden_states, weight)
+        return stock_forward(view, hidden_states, *args, **kwargs)
 
     processor.forward = forward

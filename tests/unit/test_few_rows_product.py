@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from vllm_eagle_mrv2 import row_products
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
+from vllm_eagle_mrv2.kernels.greedy import best_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 matrices as if they were integers.
@@ -34,23 +35,45 @@ def test_is_the_product_with_every_output(rows: int, outputs: int, width: int, d
     torch.testing.assert_close(few_rows.few_rows_product(x, weight), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("special", ["", "ties", "nan", "all nan", "-inf"])
+@pytest.mark.parametrize("rows", [2, 16, 17, 32])
+@pytest.mark.parametrize(("outputs", "width"), [(1, 16), (64, 128), (65, 100), (200, 384)])
+def test_keys_name_the_argmax_of_the_logits(rows: int, outputs: int, width: int, special: str) -> None:
+    x, weight = inputs(rows, outputs, width, DTYPES[-1])
+    if special == "ties":
+        weight[:] = weight[0].clone()
+        weight[outputs // 2 :] *= 2
+    elif special == "nan":
+        weight[outputs // 3] = torch.nan
+    elif special == "all nan":
+        x[1] = torch.nan
+    elif special == "-inf":
+        x[0], weight[:] = 1, -torch.inf
+    logits = few_rows.few_rows_product(x, weight)
+    keys = few_rows.few_rows_keys(x, weight)
+    assert keys.shape == (rows, -(-outputs // 64))
+    assert best_tokens(keys).tolist() == logits.argmax(-1).tolist()
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")
 @pytest.mark.parametrize("rows", [2, 8, 32])
 def test_a_head(rows: int) -> None:
     x, weight = inputs(rows, 128_256, 2048, torch.bfloat16)
     expected = F.linear(x.float(), weight.float()).to(torch.bfloat16)
-    torch.testing.assert_close(few_rows.few_rows_product(x, weight), expected, rtol=0.02, atol=0.02)
+    logits = few_rows.few_rows_product(x, weight)
+    torch.testing.assert_close(logits, expected, rtol=0.02, atol=0.02)
+    assert torch.equal(best_tokens(few_rows.few_rows_keys(x, weight)), logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "dtype", "ours"),
     [
-        (2, 1 << 16, torch.bfloat16, True),
-        (32, 1 << 16, torch.float16, True),
-        (1, 1 << 16, torch.bfloat16, False),
-        (33, 1 << 16, torch.bfloat16, False),
-        (2, (1 << 16) - 1, torch.bfloat16, False),
-        (2, 1 << 16, torch.float32, False),
+        (2, few_rows.MIN_OUTPUTS, torch.bfloat16, True),
+        (32, few_rows.MIN_OUTPUTS, torch.float16, True),
+        (1, few_rows.MIN_OUTPUTS, torch.bfloat16, False),
+        (33, few_rows.MIN_OUTPUTS, torch.bfloat16, False),
+        (2, few_rows.MIN_OUTPUTS - 1, torch.bfloat16, False),
+        (2, few_rows.MIN_OUTPUTS, torch.float32, False),
     ],
 )
 def test_what_it_is_for(

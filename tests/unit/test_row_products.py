@@ -15,6 +15,8 @@ pytest.importorskip("vllm")
 from test_head import HIDDEN, VOCAB, Model, tensor_parallel, trim, whole_head
 
 from vllm_eagle_mrv2 import row_products
+from vllm_eagle_mrv2.draft_logits import DraftLogits
+from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 
@@ -82,7 +84,7 @@ def test_single_rows_alone_and_the_same_result(ours: list[torch.Tensor]) -> None
     target = Target()
     draft = Draft(target)
     expected = {rows: draft.compute_logits(draft(*inputs(rows))) for rows in (1, 3)}
-    assert row_products.install(draft, target, draft.logits_processor) == 1
+    assert row_products.install(draft, target, DraftLogits.of(draft, target, local=True)) == 1
     draft.compute_logits(inputs(2)[1])  # the profile run
     for rows, calls in ((3, 0), (1, 2)):
         ours.clear()
@@ -105,13 +107,14 @@ def test_kernels_are_compiled_when_the_draft_is_loaded(
 
     monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32 and len(weight) >= PADDED)
     monkeypatch.setattr(few_rows, "few_rows_product", product)
+    monkeypatch.setattr(few_rows, "few_rows_keys", product)
     target = Target()
     draft = Draft(target)
-    row_products.install(draft, target, draft.logits_processor)
+    row_products.install(draft, target, DraftLogits.of(draft, target, local=True))
     assert [tuple(weight.shape) for weight in ours] == [(HIDDEN, 2 * HIDDEN)]
     draft.compute_logits(inputs(65)[1])  # the profile run, of many rows
     assert [len(weight) for weight in ours] == [HIDDEN, PADDED]
-    assert few == [16, 32]
+    assert few == [16, 16, 32, 32]  # logits and keys
 
 
 def test_without_a_processor_of_its_own_the_head_is_left_alone(ours: list[torch.Tensor]) -> None:
@@ -138,7 +141,7 @@ def test_a_compiled_model_goes_through_the_op(ours: list[torch.Tensor]) -> None:
 def test_an_embedding_as_the_head(ours: list[torch.Tensor]) -> None:
     target = Target()
     draft = Draft(target, target.embed_tokens)
-    row_products.install(draft, target, draft.logits_processor)
+    row_products.install(draft, target, DraftLogits.of(draft, target, local=True))
     states = inputs(1)[1]
     draft.compute_logits(states)
     ours.clear()
@@ -151,7 +154,7 @@ def test_an_embedding_as_the_head(ours: list[torch.Tensor]) -> None:
 def test_weights_that_are_replaced(ours: list[torch.Tensor]) -> None:
     target = Target()
     draft = Draft(target, whole_head(torch.randn(VOCAB, HIDDEN)))
-    row_products.install(draft, target, draft.logits_processor)
+    row_products.install(draft, target, DraftLogits.of(draft, target, local=True))
     states = inputs(1)[1]
     draft.compute_logits(states)
     ours.clear()
@@ -169,12 +172,41 @@ def test_the_rows_that_a_trimmed_head_keeps(ours: list[torch.Tensor]) -> None:
     kept = (3, 8, 120, 299)
     states = inputs(1)[1]
     best = kept[int(draft.compute_logits(states)[0, list(kept)].argmax())]
-    row_products.install(draft, target, draft.logits_processor)
+    row_products.install(draft, target, DraftLogits.of(draft, target, local=True))
     _, head = trim(draft, target, *kept)
     head.keys(states)  # the profile run, which finds out
     ours.clear()
     assert best_tokens(head.keys(states)).tolist() == [best]
     assert [len(weight) for weight in ours] == [64], "four rows, padded"
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_argmax_of_few_rows_is_part_of_the_product(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 4)
+    seen: list[tuple[int, ...]] = []
+    keys = few_rows.few_rows_keys
+
+    def counted(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append((len(rows), len(weight)))
+        return keys(rows, weight)
+
+    monkeypatch.setattr(few_rows, "few_rows_keys", counted)
+    target = Target()
+    draft = Draft(target)
+    if not plain:
+        draft.logits_processor.soft_cap = 0.5
+    expected = {rows: draft.compute_logits(inputs(rows)[1]) for rows in (1, 3, 5)}
+    logits = DraftLogits.of(draft, target, local=True)
+    row_products.install(draft, target, logits)
+    head = DraftHead(draft, logits)
+    head.keys(inputs(7)[1])  # the profile run
+    seen.clear()
+    for rows, whole in expected.items():
+        assert best_tokens(head.keys(inputs(rows)[1])).tolist() == whole.argmax(-1).tolist()
+    # Without the padding of the head, whose rows name no token.
+    assert seen == [(3, VOCAB)] * plain
+    # Whoever else asks gets logits.
+    torch.testing.assert_close(draft.compute_logits(inputs(3)[1]), expected[3])
 
 
 @pytest.mark.parametrize("other", ["quantized", "another backend", "batch invariant", "transposed", "no GPU"])
