@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """How long our kernels take on this GPU, beside what PyTorch has for the same work, as JSON lines.
 
+For attention that is FlashAttention 3 as vLLM calls it, the kernel for its schedule included; without vLLM, nothing.
+
     python3 ci/kernel_times.py row_product argmax_keys
 
 Each line is one kernel at one shape: microseconds of ours and of PyTorch's, and for what reads weights the time that
@@ -15,14 +17,17 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_product
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.row_product import row_product
+from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 
 # Outputs and inputs of a draft's products: an EAGLE head of a 1B target, and of an 8B one.
 PRODUCTS = {
@@ -98,6 +103,24 @@ def few_rows_products() -> Iterator[tuple[str, list[Work], list[Work], int]]:
             )
 
 
+def few_rows_argmaxes() -> Iterator[tuple[str, list[Work], list[Work], int]]:
+    """The same with the argmax of each row, which then takes a kernel of its own."""
+    for outputs, width in ((128_256, 2048), (32_000, 4096)):
+        weights = copies_of(outputs, width)
+        for num_rows in (2, 8, 16, 32):
+            rows = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
+
+            def in_two(weight: torch.Tensor, rows: torch.Tensor = rows) -> torch.Tensor:
+                return argmax_keys(F.linear(rows, weight))
+
+            yield (
+                f"{num_rows} rows, {outputs} x {width}",
+                [partial(few_rows_keys, rows, weight) for weight in weights],
+                [partial(in_two, weight) for weight in weights],
+                outputs * width * 2,
+            )
+
+
 def argmaxes() -> Iterator[tuple[str, list[Work], list[Work], int]]:
     """The same for greedy drafts; logits come from the cache, so that bytes say nothing."""
     for rows in (1, 8, 32):
@@ -106,7 +129,71 @@ def argmaxes() -> Iterator[tuple[str, list[Work], list[Work], int]]:
             yield f"{rows} x {width}", [partial(argmax_keys, logits)] * 20, [partial(logits.argmax, dim=-1)] * 20, 0
 
 
-KERNELS = {"row_product": row_products, "few_rows_product": few_rows_products, "argmax_keys": argmaxes}
+def attentions() -> Iterator[tuple[str, list[Work], list[Work], int]]:
+    """The same for one token a request, with 32 heads over 8 of keys and values in pages of 16 tokens."""
+    if find_spec("vllm") is None:
+        return
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    heads, kv_heads, page = 32, 8, 16
+    for width, (n, length) in product((64, 128), ((1, 200), (1, 4000), (8, 200), (32, 200), (32, 4000), (64, 200))):
+        pages = -(-length // page)
+        caches = copies_of(n * pages, 2, page, kv_heads, width)
+        table = torch.randperm(n * pages, device="cuda", dtype=torch.int32).view(n, pages)
+        query = torch.randn(n, heads, width, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.full((n,), length, device="cuda", dtype=torch.int32)
+        starts = torch.arange(n + 1, device="cuda", dtype=torch.int32)
+        attention = SingleTokenAttention(n, heads, kv_heads, width, query.device)
+
+        def ours(cache: torch.Tensor, attention: Any = attention, of: tuple[Any, ...] = (query, table, lengths)) -> Any:
+            return attention(of[0], *cache.unbind(1), *of[1:], of[0].shape[-1] ** -0.5, torch.empty_like(of[0]))
+
+        def theirs(cache: torch.Tensor, of: tuple[Any, ...] = (query, table, lengths, starts)) -> Any:
+            query, table, lengths, starts = of
+            schedule = get_scheduler_metadata(
+                batch_size=len(query),
+                max_seqlen_q=1,
+                max_seqlen_k=4096,
+                num_heads_q=heads,
+                num_heads_kv=kv_heads,
+                headdim=query.shape[-1],
+                cache_seqlens=lengths,
+                qkv_dtype=query.dtype,
+                cu_seqlens_q=starts,
+                page_size=page,
+                causal=True,
+                num_splits=32,
+            )
+            keys, values = cache.unbind(1)
+            return flash_attn_varlen_func(
+                q=query,
+                k=keys,
+                v=values,
+                out=torch.empty_like(query),
+                cu_seqlens_q=starts,
+                max_seqlen_q=1,
+                seqused_k=lengths,
+                max_seqlen_k=4096,
+                softmax_scale=query.shape[-1] ** -0.5,
+                causal=True,
+                block_table=table,
+                scheduler_metadata=schedule,
+                fa_version=3,
+                num_splits=32,
+            )
+
+        size = n * length * 2 * kv_heads * width * 2
+        name = f"{n} x {length}, heads of {width}"
+        yield name, [partial(ours, cache) for cache in caches], [partial(theirs, cache) for cache in caches], size
+
+
+KERNELS = {
+    "row_product": row_products,
+    "few_rows_product": few_rows_products,
+    "few_rows_keys": few_rows_argmaxes,
+    "argmax_keys": argmaxes,
+    "single_token_attention": attentions,
+}
 
 
 def main() -> None:

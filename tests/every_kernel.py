@@ -7,6 +7,7 @@ them compiled for what the wrappers pass.  gpu/test_sanitizer.py has them run un
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from typing import Any
 
@@ -19,12 +20,13 @@ from triton.runtime.jit import JITFunction
 
 from vllm_eagle_mrv2.buffers import SlotTable
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
-from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_product
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.row_product import row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
+from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 
 CAPABILITIES = (80, 90)  # A100; H100 and H200
@@ -96,24 +98,31 @@ def call_every_kernel() -> None:
                 row_product(weight[0], weight, bias)
         if dtype != torch.float32:
             for rows in (2, 17):
-                few_rows_product(
-                    torch.randn(rows, 200, device=DEVICE).to(dtype), torch.randn(70, 200, device=DEVICE).to(dtype)
-                )
+                few, head = (torch.randn(n, 200, device=DEVICE).to(dtype) for n in (rows, 70))
+                few_rows_product(few, head)
+                few_rows_keys(few, head)
+            for width in (64, 128, 256):
+                cache = torch.randn(4, 2, 512, 2, width, device=DEVICE).to(dtype)
+                query, table = cache[0, 0, :2, :, :].repeat(1, 3, 1), torch.arange(4, dtype=torch.int32, device=DEVICE)
+                lengths = torch.tensor([1024, 0], dtype=torch.int32, device=DEVICE)
+                attention = SingleTokenAttention(2, 6, 2, width, torch.device(DEVICE))
+                attention(query, *cache.unbind(1), table.view(2, 2), lengths, 0.1, torch.empty_like(query))
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
-        for kept in (torch.zeros(8, 3, 5000, device=DEVICE), None):
-            for flag in (True, False):
-                sample_with_logits(
-                    logits,
-                    mapping,
-                    states,
-                    states.long(),
-                    torch.arange(3, device=DEVICE),
-                    torch.tensor(1, device=DEVICE),
-                    kept,
-                    salted=flag,
-                    after_temperature=flag,
-                    fp64=flag,
-                )
+        for kept, flag, times in itertools.product(
+            (torch.zeros(8, 3, 5000, device=DEVICE), None), (True, False), (1, 3)
+        ):
+            sample_with_logits(
+                logits.repeat(times, 1),
+                mapping.repeat(times),
+                states,
+                states.long(),
+                torch.arange(3 * times, device=DEVICE),
+                torch.tensor(1, device=DEVICE),
+                kept,
+                salted=flag,
+                after_temperature=flag,
+                fp64=flag,
+            )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Behaviour(str, Enum):
     DRAFT_GRAPHS_BY_SUPPORT = "draft_graphs_by_support"
     DRAFT_TOP_K_TOP_P = "draft_top_k_top_p"
     ROW_PRODUCTS = "row_products"
+    SINGLE_TOKEN_ATTENTION = "single_token_attention"
 
     def __str__(self) -> str:
         return self.value
@@ -45,6 +46,7 @@ BEYOND_STOCK = frozenset(
         Behaviour.DRAFT_GRAPHS_BY_SUPPORT,
         Behaviour.DRAFT_TOP_K_TOP_P,
         Behaviour.ROW_PRODUCTS,
+        Behaviour.SINGLE_TOKEN_ATTENTION,
     }
 )
 """Behaviours that the newest release's own speculator lacks too."""
@@ -69,4 +71,5 @@ _SUMMARIES = {
     Behaviour.DRAFT_GRAPHS_BY_SUPPORT: "draft decode has graphs where its own backend supports them",
     Behaviour.DRAFT_TOP_K_TOP_P: "probabilistic drafts honour the request's top-k and top-p (#56724)",
     Behaviour.ROW_PRODUCTS: "products of few rows with the draft's plain weights run at the speed of memory",
+    Behaviour.SINGLE_TOKEN_ATTENTION: "draft decodes attend with one kernel where FlashAttention takes three",
 }

@@ -111,7 +111,7 @@ def test_replayed_graphs_draft_what_stock_drafts(
         greedy(llm, prompts, TOKENS)
         for name, value in (("family", family), ("k", k), ("stock", stock), ("eagle_mrv2", acceptance.length)):
             record_property(name, value)
-        assert acceptance.length >= stock - 0.02
+        assert acceptance.length >= stock - 0.05
 
 
 @pytest.mark.parametrize("disable", [[], ["single_token_capture_sizes"]])
@@ -282,6 +282,27 @@ def test_a_request_alone_has_products_of_rows(disable: list[str]) -> None:
     # Of two requests, once the first has ended, there is one left.
     assert (products[1] > 20) is not bool(disable)
     assert products[2] <= products[1] / 2
+
+
+def test_draft_decodes_attend_with_one_kernel() -> None:
+    prompts = held_out_prompts(3)
+    tokens, lengths, kernels = {}, {}, {}
+    for name, disable in (("ours", []), ("FlashAttention's", ["single_token_attention"])):
+        with engine("eagle_mrv2", options={"disable": disable}, compilation_config=SIZES) as llm:
+            acceptance = Acceptance(llm)
+            tokens[name] = greedy(llm, prompts, TOKENS)
+            lengths[name] = acceptance.length
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                greedy(llm, prompts, 16)
+                torch.cuda.synchronize()
+            names = [event.name for event in profile.events()]
+            kernels[name] = [sum(part in each for each in names) for part in ("single_token_attention", "flash")]
+    assert tokens["ours"] == tokens["FlashAttention's"]
+    assert lengths["ours"] == pytest.approx(lengths["FlashAttention's"], abs=0.1)
+    # The target and the draft prefill stay with FlashAttention.
+    assert kernels["ours"][0] > 10
+    assert kernels["FlashAttention's"][0] == 0
+    assert 0 < kernels["ours"][1] <= kernels["FlashAttention's"][1] - kernels["ours"][0]
 
 
 @pytest.mark.skipif(not supplied("fused_draft_decode"), reason="vLLM's own on this release")

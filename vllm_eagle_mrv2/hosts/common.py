@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, cast
 
 import torch
 
-from vllm_eagle_mrv2 import __version__, row_products
+from vllm_eagle_mrv2 import __version__, draft_attention, row_products
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
 from vllm_eagle_mrv2.draft_logits import DraftLogits
@@ -37,6 +38,7 @@ class StockHost(DraftGraphs):
     slot_table: SlotTable | None = None
     _draft_logits: DraftLogits | None = None
     _trimmed: TrimmedHead | None = None
+    _schedules_attention = True
 
     # Attributes and methods of the stock speculator.
     method: str
@@ -104,7 +106,9 @@ class StockHost(DraftGraphs):
         local = self.options.enabled(Behaviour.LOCAL_ARGMAX)
         self._draft_logits = DraftLogits.of(self.model, target_model, local=local)
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
-            row_products.install(self.model, target_model, self._draft_logits and self._draft_logits.processor)
+            row_products.install(self.model, target_model, self._draft_logits)
+        if self.options.enabled(Behaviour.SINGLE_TOKEN_ATTENTION):
+            self._schedules_attention = not draft_attention.install(self.model, target_model, self.max_num_reqs)
         if self.request.draft_tokens is not None:
             from vllm_eagle_mrv2.hosts import weight_updates
 
@@ -114,6 +118,9 @@ class StockHost(DraftGraphs):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Make the draft's metadata builders; vLLM may call this again."""
         super().set_attn(*args, **kwargs)
+        if not self._schedules_attention:
+            for group in chain.from_iterable(self.attn_groups):
+                group.get_metadata_builder(0).aot_schedule = False
         self.slot_table = _slot_table(self.block_tables)
         if self._filters:
             self._filter_draft_logits()

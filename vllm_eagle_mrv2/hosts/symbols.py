@@ -75,6 +75,8 @@ STOCK_ATTRIBUTES = (
 _LAYERS = "vllm.model_executor.layers"
 _VOCAB = f"{_LAYERS}.vocab_parallel_embedding"
 _PRODUCT = ("layer", "x", "bias")
+_FLASH = "vllm.v1.attention.backends.flash_attn"
+_ATTENTION = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
 _HEAD = ("lm_head", "hidden_states", "embedding_bias")
 DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol("vllm.config.model", "ModelConfig.get_vocab_size", ()),
@@ -87,7 +89,10 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
     ),
     Symbol(f"{_LAYERS}.logits_processor", "LogitsProcessor.get_top_tokens", _HEAD, why="replaced there too"),
     Symbol(f"{_LAYERS}.logits_processor", "LogitsProcessor._gather_logits", ("logits",), why="replaced there too"),
-    Symbol(f"{_LAYERS}.logits_processor", "LogitsProcessor.org_vocab_size"),
+    *(
+        Symbol(f"{_LAYERS}.logits_processor", f"LogitsProcessor.{name}")
+        for name in ("org_vocab_size", "scale", "soft_cap", "logits_as_input")
+    ),
     Symbol(_VOCAB, "ParallelLMHead.__init__", ("num_embeddings", "embedding_dim", "params_dtype", "prefix")),
     Symbol(_VOCAB, "ParallelLMHead.weight_loader", ("param", "loaded_weight")),
     Symbol(_VOCAB, "ParallelLMHead.shard_indices"),
@@ -100,6 +105,29 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol(_VOCAB, "UnquantizedEmbeddingMethod.apply", _PRODUCT, why="replaced for the draft's head"),
     Symbol(f"{_LAYERS}.utils", "default_unquantized_gemm", why="what may be replaced"),
     Symbol(f"{_LAYERS}.utils", "dispatch_unquantized_gemm", (), why="says what vLLM would multiply with"),
+    Symbol(_FLASH, "FlashAttentionImpl.forward", _ATTENTION, why="replaced on the draft's instances"),
+    *(
+        Symbol(_FLASH, f"FlashAttentionImpl.{name}")
+        for name in (
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "scale",
+            "alibi_slopes",
+            "sliding_window",
+            "logits_soft_cap",
+            "sinks",
+            "attn_type",
+            "kv_cache_dtype",
+        )
+    ),
+    *(
+        Symbol(_FLASH, f"FlashAttentionMetadata.{name}")
+        for name in ("max_query_len", "num_actual_tokens", "seq_lens", "block_table", "causal")
+    ),
+    Symbol(_FLASH, "FlashAttentionMetadata.use_cascade", releases="<0.32"),
+    Symbol(_FLASH, "FlashAttentionBackend.get_kv_cache_shape", why="tells how keys and values lie", releases="<0.29"),
+    Symbol(_FLASH, "FlashAttentionMetadataBuilder.aot_schedule", why="switched off where nobody reads the schedule"),
     Symbol("vllm.distributed.communication_op", "tensor_model_parallel_all_reduce", ("input_",)),
     Symbol("vllm.distributed.communication_op", "tensor_model_parallel_all_gather", ("input_",)),
     Symbol("vllm.v1.worker.gpu_worker", "Worker.reload_weights", why="wrapped to copy rows again"),

@@ -1,0 +1,120 @@
+"""Which attention layers of a draft become ours, and when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+pytest.importorskip("vllm")
+
+from vllm_eagle_mrv2 import draft_attention
+from vllm_eagle_mrv2.kernels.single_token_attention import single_token_attention_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, KV_HEADS, WIDTH, BLOCK = 4, 2, 16, 16
+LENGTHS = [5, 40, 0]
+
+
+class Impl:
+    """As vLLM's, as far as it is looked at."""
+
+    num_heads, num_kv_heads, head_size, scale = HEADS, KV_HEADS, WIDTH, 0.25
+    alibi_slopes, sliding_window, logits_soft_cap, sinks = None, (-1, -1), 0, None
+    attn_type, kv_cache_dtype = "decoder", "auto"
+
+    def forward(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Any) -> Any:
+        return output.fill_(7)
+
+
+class Layer(nn.Module):
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.impl = Impl()
+        for name, value in how.items():
+            setattr(self.impl, name, value)
+
+
+@pytest.fixture(autouse=True)
+def _as_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_attention, "_FLASH_ATTENTION", f"{Impl.__module__}.{Impl.__qualname__}")
+
+
+def metadata(**changed: Any) -> Any:
+    return SimpleNamespace(
+        **{
+            "max_query_len": 1,
+            "use_cascade": False,
+            "causal": True,
+            "num_actual_tokens": len(LENGTHS),
+            "seq_lens": torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE),
+            "block_table": torch.arange(9, dtype=torch.int32, device=DEVICE).view(3, 3),
+            **changed,
+        }
+    )
+
+
+def attend(layer: Layer, form: str, of_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the layer gives for a batch, and what it should."""
+    generator = torch.Generator().manual_seed(1)
+    caches = torch.randn(2, 9, BLOCK, KV_HEADS, WIDTH, generator=generator).to(DEVICE, torch.float16)
+    query = torch.randn(4, HEADS, WIDTH, generator=generator).to(DEVICE, torch.float16)
+    kv_cache = {
+        "two first": caches,
+        "blocks first": caches.transpose(0, 1).contiguous(),
+        "one row": torch.cat((*caches,), dim=-1).transpose(1, 2).contiguous(),
+    }[form]
+    output = torch.zeros(4, HEADS, WIDTH, dtype=torch.float16, device=DEVICE)
+    layer.impl.forward(layer, query, None, None, kv_cache, None, output.clone())  # the profile run
+    layer.impl.forward(layer, query, None, None, kv_cache, of_batch, output)
+    lengths = torch.tensor(LENGTHS)
+    return output, single_token_attention_reference(query[:3], *caches, metadata().block_table, lengths, 0.25)
+
+
+@pytest.mark.parametrize("form", ["two first", "blocks first", "one row"])
+def test_one_token_a_request(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_attention, "_two_come_first", lambda: form == "two first")
+    layer = Layer()
+    assert draft_attention.install(nn.ModuleList([layer]), nn.Module(), 4)
+    output, expected = attend(layer, form, metadata())
+    torch.testing.assert_close(output[:3].float(), expected, rtol=0.01, atol=0.01)
+    assert not output[3:].any()
+
+
+@pytest.mark.parametrize(
+    "other", [{"max_query_len": 2}, {"use_cascade": True}, {"causal": False}, {"num_actual_tokens": 2}]
+)
+def test_other_batches_are_stocks(other: dict[str, Any]) -> None:
+    layer = Layer()
+    draft_attention.install(nn.ModuleList([layer]), nn.Module(), 4)
+    output, _ = attend(layer, "two first", metadata(**other))
+    assert (output == 7).all()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"alibi_slopes": torch.ones(4)},
+        {"sliding_window": (127, 0)},
+        {"logits_soft_cap": 30.0},
+        {"sinks": torch.ones(4)},
+        {"attn_type": "encoder"},
+        {"kv_cache_dtype": "fp8"},
+        {"head_size": 80},
+        {"dcp_world_size": 2},
+        {"batch_invariant_enabled": True},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_layers_with_more_to_them_are_stocks(other: dict[str, Any]) -> None:
+    assert not draft_attention.install(nn.ModuleList([Layer(), Layer(**other)]), nn.Module(), 4)
+
+
+def test_the_targets_layers_stay() -> None:
+    layer = Layer()
+    assert not draft_attention.install(nn.ModuleList([layer]), nn.ModuleList([layer]), 4)
+    assert "forward" not in vars(layer.impl)
