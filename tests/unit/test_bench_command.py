@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import io
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -223,6 +224,36 @@ def test_the_engines_take_turns() -> None:
     measured = pair.compare(2, 3, 64)
     assert asked == ["a 32", "b 32"] * 2 + ["b 64", "a 64", "a 64", "b 64", "b 64", "a 64"]
     assert len(measured.against) == len(measured.eagle_mrv2) == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "cores"), [("cuda", 1, [4, 5, 6, 7]), ("cuda", 2, list(range(8))), ("cpu", 1, None)]
+)
+def test_the_engines_share_their_cores(
+    device: str, gpus: int, cores: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[list[int]] = []
+
+    class Engine:
+        def __enter__(self) -> Engine:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def send(self, job: object) -> None: ...
+
+        def finish(self) -> None: ...
+
+        def receive(self) -> Any:
+            return H200.model_copy(update={"device": device}).model_dump()
+
+        def keep_to(self, cores: list[int]) -> None:
+            kept.append(cores)
+
+    monkeypatch.setattr(Comparison, "_process", lambda *_: Engine())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    with comparison(overrides={"tensor_parallel_size": gpus}).engines(3):
+        assert kept == ([] if cores is None else [cores, cores])
 
 
 def fake_engines(monkeypatch: pytest.MonkeyPatch, ours: Round, fails_at: int | None = None) -> None:

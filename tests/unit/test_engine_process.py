@@ -99,6 +99,21 @@ def test_nothing_outlives_it(start: Start, end: str) -> None:
     assert time.monotonic() - began < 20
 
 
+def test_all_of_an_engine_keeps_to_the_cores(start: Start) -> None:
+    body = (
+        "import threading; thread = threading.Thread(target=__import__('time').sleep, args=(9,), daemon=True); "
+        "thread.start(); child = subprocess.Popen(['sleep', '9']); return Number(value=child.pid)"
+    )
+    core = min(os.sched_getaffinity(0))
+    with start(body) as process:
+        child = process.ask(Number(value=1))["value"]
+        process.keep_to([core])
+        worker = int(Path(f"/proc/{child}/stat").read_text().split()[3])
+        threads = [int(thread.name) for pid in (worker, child) for thread in Path(f"/proc/{pid}/task").iterdir()]
+        assert len(threads) >= 3
+        assert [os.sched_getaffinity(thread) for thread in threads] == [{core}] * len(threads)
+
+
 def test_a_broken_command_leaves_nothing(start: Start) -> None:
     pids: list[int] = []
 

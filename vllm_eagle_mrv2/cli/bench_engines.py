@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from vllm_eagle_mrv2.options import OPTIONS_KEY
 WARM_UP_TOKENS = 32
 MAX_NUM_SEQS = 64
 """As many as either engine is made for, unless a batch is larger; the sizes of captured graphs follow from it."""
+CORES = 4
+"""As many as the threads of an engine with one GPU keep busy; more GPUs have more workers."""
 _FIXED_KV_CACHE = "kv_cache_memory_bytes"
 
 
@@ -109,9 +112,23 @@ class Comparison:
             second.send(jobs[1])
             started = started or first.receive()
             second.receive()
-            yield EnginePair(k, self.names, (first, second), Started.model_validate(started))
+            pair = EnginePair(k, self.names, (first, second), Started.model_validate(started))
+            if pair.started.device != "cpu":
+                self._share_cores(first, second)
+            yield pair
             for process in (first, second):
                 process.finish()
+
+    def _share_cores(self, *engines: EngineProcess) -> None:
+        """Keep engines that run in turn to the same few cores.
+
+        Left alone, each stays near the cores that it first came to run on, and two engines of the very same kind then
+        differ by several per cent wherever an iteration waits for the host.
+        """
+        gpus = math.prod(int(self.overrides.get(f"{way}_parallel_size", 1)) for way in ("tensor", "pipeline"))
+        cores = sorted(os.sched_getaffinity(0))[-CORES * gpus :]
+        for engine in engines:
+            engine.keep_to(cores)
 
     def _process(self, side: int, method: str) -> EngineProcess:
         variables = environment(method, **({"HF_HUB_OFFLINE": "1"} if self.subject.offline else {}))

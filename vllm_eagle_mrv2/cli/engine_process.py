@@ -17,10 +17,11 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
+import psutil
 from pydantic import BaseModel
 
 from vllm_eagle_mrv2.cli.errors import CommandError
@@ -124,6 +125,16 @@ class EngineProcess:
         """`send`, then `receive`."""
         self.send(job)
         return self.receive(on_tokens)
+
+    def keep_to(self, cores: Collection[int]) -> None:
+        """Have all processes and threads of the engine, and those that they start from now on, run on these cores."""
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._process.pid)
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    for thread in process.threads():
+                        with suppress(ProcessLookupError):
+                            os.sched_setaffinity(thread.id, cores)
 
     def finish(self) -> None:
         """Tell the worker that there are no more jobs."""
