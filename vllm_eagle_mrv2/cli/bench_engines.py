@@ -120,10 +120,9 @@ class Comparison:
                 process.finish()
 
     def _share_cores(self, *engines: EngineProcess) -> None:
-        """Keep engines that run in turn to the same few cores.
+        """Keep engines that run in turn to the same few cores, so that neither has the better ones.
 
-        Left alone, each stays near the cores that it first came to run on, and two engines of the very same kind then
-        differ by several per cent wherever an iteration waits for the host.
+        Where an iteration waits for the host, two engines of the very same kind had differed by several per cent.
         """
         gpus = math.prod(int(self.overrides.get(f"{way}_parallel_size", 1)) for way in ("tensor", "pipeline"))
         cores = sorted(os.sched_getaffinity(0))[-CORES * gpus :]
