@@ -72,7 +72,8 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
     ) -> Any:
         if attn_metadata is None:
             # The profile run.  What is made while weights are loaded goes with them when vLLM sleeps.
-            kernels.setdefault(shape, SingleTokenAttention(max_num_reqs, *shape, query.device))
+            if shape not in kernels:
+                kernels[shape] = SingleTokenAttention(max_num_reqs, *shape, query.device)
         elif _is_for_us(attn_metadata, query) and not any(each is not None for each in (*args, *kwargs.values())):
             num_reqs = attn_metadata.num_actual_tokens
             key_cache, value_cache = _caches(kv_cache, impl.head_size)

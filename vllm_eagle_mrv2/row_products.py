@@ -117,13 +117,13 @@ def _multiply_by_rows(layer: Any) -> None:
     layer.quant_method.apply = _apply
 
 
-def _compile(layer: Any) -> None:
+def _compile(layer: Any, is_head: bool = False) -> None:
     """Have the kernels for a layer compiled now, and not by the first request of a draft without graphs."""
     weight = layer.weight
     for num_rows in (1, *few_rows.variants(weight)):
         rows = weight.new_zeros(num_rows, weight.shape[1])
         _apply(layer, rows, getattr(layer, "bias", None))
-        if num_rows > 1:
+        if is_head and num_rows > 1:
             few_rows.few_rows_keys(rows, weight)
 
 
@@ -141,7 +141,7 @@ def _give_view_of_head(logits: DraftLogits) -> None:
             if _is_linear(lm_head):
                 view = copy.copy(lm_head)  # with the very dictionary of parameters, so that new weights are seen
                 _multiply_by_rows(view)
-                _compile(view)
+                _compile(view, is_head=True)
             seen = (lm_head, view)
         view = seen[1]
         if logits.keys_do and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:

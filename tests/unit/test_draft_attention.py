@@ -85,6 +85,18 @@ def test_one_token_a_request(form: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not output[3:].any()
 
 
+def test_scratch_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dummy run has no metadata either, and an idle data-parallel rank makes one a step."""
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(draft_attention, "SingleTokenAttention", lambda *shape: made.append(shape))
+    layers = [Layer(), Layer()]
+    draft_attention.install(nn.ModuleList(layers), nn.Module(), 4)
+    query = torch.zeros(4, HEADS, WIDTH, dtype=torch.float16, device=DEVICE)
+    for layer in layers * 2:
+        layer.impl.forward(layer, query, None, None, None, None, query.clone())
+    assert made == [(4, HEADS, KV_HEADS, WIDTH, query.device)]
+
+
 @pytest.mark.parametrize(
     "other", [{"max_query_len": 2}, {"use_cascade": True}, {"causal": False}, {"num_actual_tokens": 2}]
 )
