@@ -48,6 +48,8 @@ PASSED_BY = 300e6  # bytes of data between two calls on the same, several times 
 REPLAYS = 9
 
 Work = Callable[[], Any]
+Cases = Iterator[tuple[str, list[Work], list[Work], int]]
+"""Name, calls of ours, calls of PyTorch's, bytes of the weights."""
 
 
 def microseconds(calls: list[Work], scratch: torch.Tensor) -> float:
@@ -77,8 +79,8 @@ def copies_of(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(min(count, 100))]
 
 
-def row_products() -> Iterator[tuple[str, list[Work], list[Work], int]]:
-    """Name, calls of ours, calls of PyTorch's, bytes of the weights."""
+def row_products() -> Cases:
+    """Of a single row, with each of a draft's weights."""
     for name, (outputs, width) in PRODUCTS.items():
         row, weights = torch.randn(width, device="cuda", dtype=torch.bfloat16), copies_of(outputs, width)
         yield (
@@ -89,39 +91,26 @@ def row_products() -> Iterator[tuple[str, list[Work], list[Work], int]]:
         )
 
 
-def few_rows_products() -> Iterator[tuple[str, list[Work], list[Work], int]]:
-    """The same for a few rows with a wide head."""
+def few_rows(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Cases:
+    """The same for a few rows with a wide head, of two functions of rows and weights."""
     for outputs, width in ((128_256, 2048), (128_256, 4096), (32_000, 4096)):
         weights = copies_of(outputs, width)
         for num_rows in (2, 8, 16, 32):
             rows = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
             yield (
                 f"{num_rows} rows, {outputs} x {width}",
-                [partial(few_rows_product, rows, weight) for weight in weights],
-                [partial(F.linear, rows, weight) for weight in weights],
+                [partial(ours, rows, weight) for weight in weights],
+                [partial(torchs, rows, weight) for weight in weights],
                 outputs * width * 2,
             )
 
 
-def few_rows_argmaxes() -> Iterator[tuple[str, list[Work], list[Work], int]]:
-    """The same with the argmax of each row, which then takes a kernel of its own."""
-    for outputs, width in ((128_256, 2048), (32_000, 4096)):
-        weights = copies_of(outputs, width)
-        for num_rows in (2, 8, 16, 32):
-            rows = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
-
-            def in_two(weight: torch.Tensor, rows: torch.Tensor = rows) -> torch.Tensor:
-                return argmax_keys(F.linear(rows, weight))
-
-            yield (
-                f"{num_rows} rows, {outputs} x {width}",
-                [partial(few_rows_keys, rows, weight) for weight in weights],
-                [partial(in_two, weight) for weight in weights],
-                outputs * width * 2,
-            )
+def argmax_of_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """PyTorch's product, and our argmax of each row behind it."""
+    return argmax_keys(F.linear(rows, weight))
 
 
-def argmaxes() -> Iterator[tuple[str, list[Work], list[Work], int]]:
+def argmaxes() -> Cases:
     """The same for greedy drafts; logits come from the cache, so that bytes say nothing."""
     for rows in (1, 8, 32):
         for width in (32_000, 128_256):
@@ -129,7 +118,7 @@ def argmaxes() -> Iterator[tuple[str, list[Work], list[Work], int]]:
             yield f"{rows} x {width}", [partial(argmax_keys, logits)] * 20, [partial(logits.argmax, dim=-1)] * 20, 0
 
 
-def attentions() -> Iterator[tuple[str, list[Work], list[Work], int]]:
+def attentions() -> Cases:
     """The same for one token a request, with 32 heads over 8 of keys and values in pages of 16 tokens."""
     if find_spec("vllm") is None:
         return
@@ -187,10 +176,10 @@ def attentions() -> Iterator[tuple[str, list[Work], list[Work], int]]:
         yield name, [partial(ours, cache) for cache in caches], [partial(theirs, cache) for cache in caches], size
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[[], Cases]] = {
     "row_product": row_products,
-    "few_rows_product": few_rows_products,
-    "few_rows_keys": few_rows_argmaxes,
+    "few_rows_product": partial(few_rows, few_rows_product, F.linear),
+    "few_rows_keys": partial(few_rows, few_rows_keys, argmax_of_product),
     "argmax_keys": argmaxes,
     "single_token_attention": attentions,
 }
