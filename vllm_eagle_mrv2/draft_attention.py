@@ -1,23 +1,41 @@
-"""Lets draft decodes attend with one kernel of ours where FlashAttention takes three.
+"""Lets draft decodes attend with one kernel of ours, which needs neither a schedule nor a plan.
 
-FlashAttention 3 runs a kernel that makes a schedule, one that attends and one that puts its splits together, for one
-token a request as for many.  Ours reads each request's length itself.  The cache is written by vLLM, as before.
+For one token a request FlashAttention 3 runs a kernel that makes a schedule, one that attends and one that puts its
+splits together; FlashInfer's own kernels run by a plan that the host makes, for which it waits for the lengths.  Ours
+reads each request's length itself.  The cache is written by vLLM, as before.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 
-_FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl"
+_BACKENDS = "vllm.v1.attention.backends"
+_FLASH_ATTENTION = f"{_BACKENDS}.flash_attn.FlashAttentionImpl"
+_FLASHINFER = f"{_BACKENDS}.flashinfer.FlashInferImpl"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class DecodeMetadata:
+    """Attention metadata of one token a request that no builder made; its names are FlashAttention's."""
+
+    num_actual_tokens: int  # n
+    seq_lens: torch.Tensor  # [n] int32, the token included
+    block_table: torch.Tensor  # [n, m] int32
+    max_query_len: int = 1
+    causal: bool = True
 
 
 def install(draft: torch.nn.Module, target: torch.nn.Module, max_num_reqs: int) -> bool:
-    """Have a draft's plain FlashAttention layers attend so where a batch has one token a request.
+    """Have a draft's plain FlashAttention and FlashInfer layers attend so where a batch has one token a request.
+
+    FlashInfer's do so for `DecodeMetadata` alone: its builder's says nothing of lengths and blocks.
 
     Args:
         draft: loaded.
@@ -25,34 +43,36 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, max_num_reqs: int) 
         max_num_reqs: the most requests of a batch.
 
     Returns:
-        whether these are all attention layers of the draft, so that nothing looks at FlashAttention's schedule.
+        whether these are all attention layers of the draft, so that `DecodeMetadata` is all that draft decodes need.
     """
     shared = {id(module) for module in target.modules()}
     layers = [module for module in draft.modules() if id(module) not in shared and hasattr(module, "impl")]
     kernels: dict[tuple[int, ...], SingleTokenAttention] = {}
-    plain = [layer for layer in layers if _is_plain(layer)]
+    plain = [layer for layer in layers if _is_plain(layer.impl)]
     for layer in plain:
         _attend_by_ours(layer.impl, kernels, max_num_reqs)
     return len(plain) == len(layers) > 0
 
 
-def _is_plain(layer: Any) -> bool:
-    """Whether a layer is attention of a decoder over a cache in 16 bit, with no more to it."""
-    impl = getattr(layer, "impl", None)
-    width = getattr(impl, "head_size", 0)
+def _is_plain(impl: Any) -> bool:
+    """Whether a layer's implementation is attention of a decoder over a cache in 16 bit, with no more to it."""
+    has = functools.partial(getattr, impl)
     return (
-        impl is not None
-        and f"{type(impl).__module__}.{type(impl).__qualname__}" == _FLASH_ATTENTION
-        and width in (16, 32, 64, 128, 256)
-        and impl.alibi_slopes is None
-        and impl.sliding_window == (-1, -1)
-        and not impl.logits_soft_cap
-        and impl.sinks is None
-        and impl.attn_type == "decoder"
-        and impl.kv_cache_dtype in ("auto", "bfloat16", "float16")
-        and getattr(impl, "dcp_world_size", 1) <= 1
-        and not getattr(impl, "batch_invariant_enabled", False)
+        _name(impl) in (_FLASH_ATTENTION, _FLASHINFER)
+        and has("head_size", 0) in (16, 32, 64, 128, 256)
+        and has("alibi_slopes", _MISSING) is None
+        and has("sliding_window", _MISSING) == (-1, -1)
+        and not has("logits_soft_cap", _MISSING)
+        and has("sinks", _MISSING) is None
+        and has("attn_type", "decoder") == "decoder"  # FlashInfer has no others
+        and has("kv_cache_dtype", _MISSING) in ("auto", "bfloat16", "float16")
+        and has("dcp_world_size", 1) <= 1
+        and not has("batch_invariant_enabled", False)
     )
+
+
+def _name(impl: Any) -> str:
+    return f"{type(impl).__module__}.{type(impl).__qualname__}"
 
 
 def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention], max_num_reqs: int) -> None:
@@ -76,7 +96,7 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
                 kernels[shape] = SingleTokenAttention(max_num_reqs, *shape, query.device)
         elif _is_for_us(attn_metadata, query) and not any(each is not None for each in (*args, *kwargs.values())):
             num_reqs = attn_metadata.num_actual_tokens
-            key_cache, value_cache = _caches(kv_cache, impl.head_size)
+            key_cache, value_cache = _caches(kv_cache, impl)
             kernels[shape](
                 query[:num_reqs],
                 key_cache,
@@ -94,7 +114,7 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
 
 def _is_for_us(attn_metadata: Any, query: torch.Tensor) -> bool:
     return (
-        attn_metadata.max_query_len == 1
+        getattr(attn_metadata, "max_query_len", 0) == 1  # FlashInfer's tells lengths and blocks to the device alone
         and not getattr(attn_metadata, "use_cascade", False)  # none from 0.32 on
         and attn_metadata.causal is True
         and len(attn_metadata.seq_lens) == attn_metadata.num_actual_tokens
@@ -102,18 +122,19 @@ def _is_for_us(attn_metadata: Any, query: torch.Tensor) -> bool:
     )
 
 
-def _caches(kv_cache: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+def _caches(kv_cache: torch.Tensor, impl: Any) -> tuple[torch.Tensor, ...]:
     """Keys and values [blocks, block size, kv_heads, D], in whichever form a release keeps them."""
     views: tuple[torch.Tensor, ...]
-    if kv_cache.dim() == 4:  # from 0.29 on, [blocks, kv_heads, block size, 2 * D]
-        views = kv_cache.transpose(1, 2).split(width, dim=-1)
+    if kv_cache.dim() == 4:  # [blocks, kv_heads, block size, 2 * D]
+        views = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
     else:  # [2, blocks, ...], or the other way round
-        views = kv_cache.unbind(0 if _two_come_first() else 1)
+        views = kv_cache.unbind(0 if _name(impl) == _FLASH_ATTENTION and _two_come_first() else 1)
     return views
 
 
 @functools.cache
 def _two_come_first() -> bool:
+    """Of FlashAttention's caches; FlashInfer's have the blocks first."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     shape: tuple[int, ...] = FlashAttentionBackend.get_kv_cache_shape(8, 16, 4, 64)

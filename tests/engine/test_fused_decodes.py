@@ -5,13 +5,12 @@ Its backend is given the refresh that it lacks, and a graph is the pass itself, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_graphs import SIZES, Draw
 from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, runner_of, speculator_of
 
 from vllm_eagle_mrv2.behaviours import Behaviour
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu captures graphs")
 
 K = 4
 TOKENS = 16
-SIZES = [1, 2, 4, 8]  # of graphs
 PROMPTS = held_out_prompts(5)
 STOCK_SCHEDULE = installed_host().supplier(Behaviour.DYNAMIC_DRAFT_LENGTH, installed_release()) == "stock"
 
@@ -77,49 +75,6 @@ def by_steps() -> list[float]:
         acceptance = Acceptance(llm)
         greedy(llm, PROMPTS, TOKENS)
         return acceptance.by_position
-
-
-Draw = Callable[[Any], list[Any]]
-
-
-@pytest.fixture
-def draft_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> Draw:
-    """Captures the draft decodes of an engine; returns the descriptors of the graphs replayed from then on."""
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu import cudagraph_utils
-
-    replayed: list[Any] = []
-
-    def capture(self: Any, create_forward_fn: Any, progress_bar_desc: str) -> None:
-        for descriptor in self._capture_descs.get(CUDAGraphMode.FULL, ()):
-            create_forward_fn(descriptor, warmup=True)(CUDAGraphMode.NONE)
-            captured = create_forward_fn(descriptor, warmup=False)
-            captured(CUDAGraphMode.NONE)
-
-            def replay(descriptor: Any = descriptor, captured: Any = captured) -> None:
-                replayed.append(descriptor)
-                captured(CUDAGraphMode.NONE)
-
-            self.graphs[descriptor] = SimpleNamespace(replay=replay)
-        self._graphs_captured = True
-
-    def draw(llm: Any) -> list[Any]:
-        speculator = speculator_of(llm)
-        compilation = speculator.vllm_config.compilation_config
-        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = SIZES, SIZES[-1]
-        monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "capture", capture)
-        monkeypatch.setattr(cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None))
-        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-        # The target has none here, and its metadata is not made for a graph.
-        speculator.prefill_cudagraph_manager = speculator.prefill_manager_class(
-            speculator.vllm_config, speculator.device, CUDAGraphMode.NONE, speculator.num_speculative_steps + 1
-        )
-        with torch.inference_mode():
-            speculator.capture()
-        replayed.clear()
-        return replayed
-
-    return draw
 
 
 @pytest.fixture

@@ -305,11 +305,15 @@ def test_draft_decodes_attend_with_one_kernel() -> None:
     assert 0 < kernels["ours"][1] <= kernels["FlashAttention's"][1] - kernels["ours"][0]
 
 
+# What asks nothing of the builders hides what they do.
+BUILT = ["fused_draft_decode", "single_token_attention"]
+
+
 @pytest.mark.skipif(not supplied("fused_draft_decode"), reason="vLLM's own on this release")
 def test_without_fused_decodes_every_step_is_built(record_property: Callable[[str, object], None]) -> None:
     prompts = held_out_prompts(3)
     tokens = {}
-    for name, disable in (("fused", []), ("steps", ["fused_draft_decode"])):
+    for name, disable in (("fused", []), ("steps", BUILT)):
         with engine("eagle_mrv2", options={"disable": disable}, compilation_config=SIZES) as llm:
             with counted_builds(llm) as builds, counted_replays(speculator_of(llm)) as replays:
                 tokens[name] = greedy(llm, prompts, TOKENS)
@@ -346,7 +350,7 @@ def test_max_seq_len_of_the_draft_is_the_batchs(record_property: Callable[[str, 
     seen: dict[str, set[int]] = {}
     for name, disable in (("on", []), ("off", ["actual_max_seq_len"])):
         # A graph that holds all draft decodes is captured for the longest sequence: without it.
-        off = [*disable, "fused_draft_decode"]
+        off = [*disable, *BUILT]
         with engine("eagle_mrv2", options={"disable": off}, compilation_config=SIZES) as llm:
             seen[name] = recorded_max_seq_lens(speculator_of(llm))
             greedy(llm, held_out_prompts(2), 16)
@@ -360,7 +364,7 @@ def test_lengths_come_from_the_cpu(disable: list[str]) -> None:
     """Without a bound on the CPU some builders fetch the lengths from the device at every step."""
     if not supplied("lengths_without_sync"):
         pytest.skip("vLLM's own on this release")
-    options = {"disable": [*disable, "fused_draft_decode"]}
+    options = {"disable": [*disable, *BUILT]}
     with engine("eagle_mrv2", options=options, compilation_config=SIZES) as llm:
         bounds: list[bool] = []
         for group in itertools.chain.from_iterable(speculator_of(llm).attn_groups):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
 from vllm_eagle_mrv2 import draft_attention
+from vllm_eagle_mrv2.draft_attention import DecodeMetadata
 from vllm_eagle_mrv2.kernels.single_token_attention import single_token_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,12 +77,18 @@ def attend(layer: Layer, form: str, of_batch: Any) -> tuple[torch.Tensor, torch.
     return output, single_token_attention_reference(query[:3], *caches, metadata().block_table, lengths, 0.25)
 
 
+def own_metadata() -> DecodeMetadata:
+    batch = metadata()
+    return DecodeMetadata(len(LENGTHS), batch.seq_lens, batch.block_table)
+
+
+@pytest.mark.parametrize("of_batch", [metadata, own_metadata])
 @pytest.mark.parametrize("form", ["two first", "blocks first", "one row"])
-def test_one_token_a_request(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_token_a_request(form: str, of_batch: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_attention, "_two_come_first", lambda: form == "two first")
     layer = Layer()
     assert draft_attention.install(nn.ModuleList([layer]), nn.Module(), 4)
-    output, expected = attend(layer, form, metadata())
+    output, expected = attend(layer, form, of_batch())
     torch.testing.assert_close(output[:3].float(), expected, rtol=0.01, atol=0.01)
     assert not output[3:].any()
 
@@ -95,6 +103,21 @@ def test_scratch_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in layers * 2:
         layer.impl.forward(layer, query, None, None, None, None, query.clone())
     assert made == [(4, HEADS, KV_HEADS, WIDTH, query.device)]
+
+
+@pytest.mark.parametrize("form", ["blocks first", "one row"])
+def test_flashinfer(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata is for itself; its implementation has no type of attention, and its caches the blocks first."""
+    monkeypatch.setattr(draft_attention, "_FLASHINFER", draft_attention._FLASH_ATTENTION)
+    monkeypatch.setattr(draft_attention, "_FLASH_ATTENTION", "of another backend")
+    monkeypatch.setattr(draft_attention, "_two_come_first", lambda: True)
+    monkeypatch.delattr(Impl, "attn_type")
+    layer = Layer()
+    assert draft_attention.install(nn.ModuleList([layer]), nn.Module(), 4)
+    output, expected = attend(layer, form, own_metadata())
+    torch.testing.assert_close(output[:3].float(), expected, rtol=0.01, atol=0.01)
+    output, _ = attend(layer, form, SimpleNamespace(num_actual_tokens=3, num_decodes=3))
+    assert (output == 7).all()
 
 
 @pytest.mark.parametrize(

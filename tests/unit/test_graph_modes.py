@@ -106,6 +106,37 @@ def modes(
     return host.prefill_cudagraph_manager.mode, host.decode_cudagraph_manager.mode
 
 
+@pytest.mark.parametrize(
+    ("changed", "needed"),
+    [
+        ({}, False),
+        ({"kernel_block_size": 16}, True),
+        ({"use_trtllm_decode_attention": True}, True),
+        ({"cp_size": 2}, True),
+    ],
+    ids=str,
+)
+def test_layers_of_ours_have_graphs_without_builders(changed: dict[str, Any], needed: bool) -> None:
+    """FlashInfer's builder has none for a draft decode that it must plan; of what our kernel cannot do, it is asked."""
+    host = Host(BOTH, set(), enforce_eager=False, dp_size=1)
+    host.vllm_config.parallel_config = SimpleNamespace()
+    host._attends_by_ours, host.block_tables.cp_size = True, changed.get("cp_size", 1)
+    builder = SimpleNamespace(
+        get_cudagraph_support=lambda vllm_config, kv_cache_spec: AttentionCGSupport.NEVER, **changed
+    )
+
+    def set_attn(self: Stock) -> None:
+        group = SimpleNamespace(kv_cache_spec=None, get_metadata_builder=lambda i: builder, **changed)
+        host.attn_groups = [[group]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stock, "set_attn", set_attn)
+        host.set_attn()
+    host.init_cudagraph_manager(NONE)
+    assert host.needs_no_builder is not needed
+    assert (host.decode_cudagraph_manager.mode is NONE) is needed
+
+
 @pytest.mark.parametrize("builders_first", [True, False], ids=["0.26", "0.20"])
 @pytest.mark.parametrize("target", [PIECEWISE, NONE])
 def test_a_backend_with_graphs_for_one_token(target: Any, builders_first: bool) -> None:

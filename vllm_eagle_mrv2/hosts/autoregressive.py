@@ -58,10 +58,10 @@ class AutoRegressiveHost(FollowsSchedule, FusedHost):
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        self._rebuild_before_replay = not refresh_is_complete(self.attn_groups)
+        self._rebuild_before_replay = not (self.needs_no_builder or refresh_is_complete(self.attn_groups))
 
     @property
-    def refreshes_in_graph(self) -> bool:
+    def builders_refresh(self) -> bool:
         return self.use_fused_multi_step_decode
 
     @property

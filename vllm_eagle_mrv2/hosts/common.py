@@ -16,6 +16,7 @@ import torch
 from vllm_eagle_mrv2 import __version__, draft_attention, row_products
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
+from vllm_eagle_mrv2.draft_attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
@@ -38,7 +39,7 @@ class StockHost(DraftGraphs):
     slot_table: SlotTable | None = None
     _draft_logits: DraftLogits | None = None
     _trimmed: TrimmedHead | None = None
-    _schedules_attention = True
+    _attends_by_ours = False  # in draft decodes, every attention layer of the draft
 
     # Attributes and methods of the stock speculator.
     method: str
@@ -108,7 +109,7 @@ class StockHost(DraftGraphs):
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
             row_products.install(self.model, target_model, self._draft_logits)
         if self.options.enabled(Behaviour.SINGLE_TOKEN_ATTENTION):
-            self._schedules_attention = not draft_attention.install(self.model, target_model, self.max_num_reqs)
+            self._attends_by_ours = draft_attention.install(self.model, target_model, self.max_num_reqs)
         if self.request.draft_tokens is not None:
             from vllm_eagle_mrv2.hosts import weight_updates
 
@@ -118,12 +119,38 @@ class StockHost(DraftGraphs):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Make the draft's metadata builders; vLLM may call this again."""
         super().set_attn(*args, **kwargs)
-        if not self._schedules_attention:
-            for group in chain.from_iterable(self.attn_groups):
-                group.get_metadata_builder(0).aot_schedule = False
+        if self._attends_by_ours:
+            for builder in self._builders():
+                if hasattr(builder, "aot_schedule"):
+                    builder.aot_schedule = False  # nobody would read the schedule
         self.slot_table = _slot_table(self.block_tables)
         if self._filters:
             self._filter_draft_logits()
+
+    def _builders(self) -> list[Any]:
+        return [group.get_metadata_builder(0) for group in chain.from_iterable(self.attn_groups)]
+
+    def _decodes_without_builders(self) -> bool:
+        """Whether every layer of the draft attends by our kernel, over the blocks that the tables name."""
+        return (
+            self._attends_by_ours
+            and self.block_tables.cp_size == 1
+            and getattr(self.vllm_config.parallel_config, "prefill_context_parallel_size", 1) == 1
+            # From 0.32 on a backend may have smaller blocks than the tables name.
+            and not any(getattr(group, "kernel_block_size", None) for group in chain.from_iterable(self.attn_groups))
+            # Kernels that need no plan are FlashInfer's choice on newer GPUs, and stay.
+            and not any(getattr(builder, "use_trtllm_decode_attention", False) for builder in self._builders())
+        )
+
+    def decode_metadata(self, num_reqs: int) -> dict[str, DecodeMetadata]:
+        """Attention metadata of draft decodes, by layer; lengths and blocks are those that the buffers will hold."""
+        seq_lens = self.loop.buffers.seq_lens[:num_reqs]
+        return {
+            layer: DecodeMetadata(num_reqs, seq_lens, table[:num_reqs])
+            for groups, table in zip(self.attn_groups, self.block_tables.input_block_tables, strict=True)
+            for group in groups
+            for layer in group.layer_names
+        }
 
     def renew_copied_weights(self) -> None:
         """Called when weights were replaced in place."""

@@ -22,6 +22,8 @@ class DraftGraphs:
 
     prefill_manager_class: type[PrefillCapture]
     decode_manager_class: type[DecodeCapture]
+    needs_no_builder = False
+    """Whether draft decodes go by `decode_metadata` alone, with nothing to build or to plan; known in `set_attn`."""
     graph_scratch: Any = None  # kept for the graphs of a draft whose target has none
 
     request: Request
@@ -63,7 +65,12 @@ class DraftGraphs:
                 super().set_attn(*args, **kwargs)  # type: ignore[misc]
         finally:
             compilation.cudagraph_mode = fitted
+        self.needs_no_builder = self._decodes_without_builders()
         self._make_graph_managers()
+
+    def _decodes_without_builders(self) -> bool:
+        """The builders make the metadata of draft decodes."""
+        return False
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Take the target's graph mode; vLLM may call this again after dropping the managers."""
@@ -114,7 +121,7 @@ class DraftGraphs:
 
     def _single_token_graphs(self) -> bool:
         """Whether every attention backend of the draft supports graphs of one token a request."""
-        return all(
+        return self.needs_no_builder or all(
             group.get_metadata_builder(0).get_cudagraph_support(self.vllm_config, group.kv_cache_spec).value > 0
             for group in chain.from_iterable(self.attn_groups)
         )
@@ -203,13 +210,27 @@ class DraftGraphs:
         self.loop.reset_for_capture(step)
         num_tokens = descriptor.num_tokens
         num_reqs = descriptor.num_reqs or min(num_tokens, self.max_num_reqs)
+        full = descriptor.cg_mode.name == "FULL"
+        unbuilt = full and manager is self.decode_cudagraph_manager and self.needs_no_builder
         attn_metadata, slot_mappings = self.prepare_capture(
-            manager, descriptor, num_reqs, num_tokens, input_buffers, attn_groups
+            manager,
+            descriptor,
+            num_reqs,
+            num_tokens,
+            input_buffers,
+            # A builder would make ready for a graph of its own: FlashInfer's takes memory for each size.
+            [[] for _ in attn_groups] if unbuilt else attn_groups,
         )
+        if unbuilt:
+            attn_metadata = self.decode_metadata(num_reqs)
         across_dp = None
         if self.dp_size > 1:
             across_dp = torch.full((self.dp_size,), num_tokens, dtype=torch.int32)
         return CapturedAttentionState(num_reqs, num_tokens, attn_metadata, slot_mappings, across_dp)
+
+    def decode_metadata(self, num_reqs: int) -> Any:
+        """Attention metadata of draft decodes that `needs_no_builder`."""
+        raise NotImplementedError
 
     def prepare_capture(
         self, manager: Any, descriptor: Any, num_reqs: int, num_tokens: int, input_buffers: Any, attn_groups: Any

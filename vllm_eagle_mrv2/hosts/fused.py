@@ -219,7 +219,10 @@ class FusedHost(StockHost):
 
     def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
         slot_mappings = self.compute_slot_mappings(batch.num_reqs, run.num_tokens)
-        attn_metadata = self.uniform_metadata(batch, run, step)
+        if self.needs_no_builder:
+            attn_metadata: Any = self.decode_metadata(run.descriptor.num_reqs or batch.num_reqs)
+        else:
+            attn_metadata = self.uniform_metadata(batch, run, step)
         return attn_metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
@@ -230,11 +233,26 @@ class FusedHost(StockHost):
     def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
         self.compute_slot_mappings(num_reqs, num_tokens)
 
+    @property
+    def refreshes_in_graph(self) -> bool:
+        return self.needs_no_builder or self.builders_refresh
+
+    @property
+    def builders_refresh(self) -> bool:
+        """Whether every builder of the draft has a refresh that a graph can hold."""
+        raise NotImplementedError
+
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+        if self.needs_no_builder:
+            return self.decode_metadata(num_reqs)
+        self.refresh_by_builders(num_reqs, attn_metadata)
+        return attn_metadata
+
+    def refresh_by_builders(self, num_reqs: int, attn_metadata: Any) -> None:
+        """Bring the builders' metadata up to date by device work alone."""
         for groups in self.attn_groups:
             for group in groups:
                 group.update_draft_decode_metadata(attn_metadata)
-        return attn_metadata
 
     # Capture
 

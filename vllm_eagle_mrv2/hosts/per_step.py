@@ -121,8 +121,8 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
         return GraphRun(descriptor, descriptor.cg_mode, full, descriptor.num_tokens, across_dp)
 
     def capture(self) -> None:
-        self._builders_capturable = self.block_tables.cp_size == 1 and all(
-            _builds_on_device(group.get_metadata_builder(0)) for groups in self.attn_groups for group in groups
+        self._builders_capturable = self.needs_no_builder or (
+            self.block_tables.cp_size == 1 and all(map(_builds_on_device, self._builders()))
         )
         self._capturing = True
         try:
@@ -152,6 +152,8 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
         )
 
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+        if self.needs_no_builder:
+            return self.decode_metadata(num_reqs)
         slot_mappings = self.block_tables.slot_mappings[:, :num_tokens]
         with _schedules_kept(chain.from_iterable(self.attn_groups)):
             return self._build(
@@ -186,14 +188,17 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
             self.map_decode_slots(live, run.num_tokens)
             slot_mappings = self.block_tables.slot_mappings[:, : run.num_tokens]
         rows = run.descriptor.num_reqs or live
-        attn_metadata = self._build(
-            rows,
-            run.num_tokens,
-            _decode_query_start_loc(live, rows),
-            1,
-            slot_mappings,
-            self._length_bounds(batch, rows, step) if self._bound_lengths else None,
-        )
+        if self.needs_no_builder:
+            attn_metadata = self.decode_metadata(rows)
+        else:
+            attn_metadata = self._build(
+                rows,
+                run.num_tokens,
+                _decode_query_start_loc(live, rows),
+                1,
+                slot_mappings,
+                self._length_bounds(batch, rows, step) if self._bound_lengths else None,
+            )
         return attn_metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:

@@ -44,13 +44,12 @@ class _Host(FusedHost):
             batch.num_reqs = min(batch.num_reqs, batch.dp_sync.num_reqs)
 
     @property
-    def refreshes_in_graph(self) -> bool:
+    def builders_refresh(self) -> bool:
         return self.supports_decode_metadata_update
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+    def refresh_by_builders(self, num_reqs: int, attn_metadata: Any) -> None:
         stock: Any = self
         stock._update_draft_decode_metadata(attn_metadata, num_reqs)
-        return attn_metadata
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         for groups in self.attn_groups:

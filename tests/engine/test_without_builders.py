@@ -1,0 +1,169 @@
+"""Draft decodes by `DecodeMetadata` alone, on a CPU whose layers stand in for those that attend by our kernel.
+
+They attend by the CPU's own, to which they say what `DecodeMetadata` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from fake_graphs import SIZES, Draw
+from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, speculator_of
+
+from vllm_eagle_mrv2 import draft_attention
+from vllm_eagle_mrv2.draft_attention import DecodeMetadata
+
+pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu has the kernel itself")
+
+K = 4
+TOKENS = 16
+PROMPTS = held_out_prompts(5)
+OFF = {"disable": ["single_token_attention"]}
+
+
+@pytest.fixture(autouse=True)
+def layers_that_need_no_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as Builder
+
+    made: list[Any] = []
+    make = Builder.__init__
+
+    def making(self: Any, *args: Any, **named: Any) -> None:
+        make(self, *args, **named)
+        made.append(self)
+
+    monkeypatch.setattr(Builder, "__init__", making)
+
+    def attend(impl: Any, kernels: Any, max_num_reqs: int) -> None:
+        stock = impl.forward
+
+        def forward(
+            layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, **further: Any
+        ) -> Any:
+            if isinstance(metadata, DecodeMetadata):
+                live = int((metadata.seq_lens > 0).sum())
+                seq_lens, starts = metadata.seq_lens[:live], torch.arange(live + 1, dtype=torch.int32)
+                schedule = ops.cpu_attn_get_scheduler_metadata(
+                    num_reqs=live,
+                    num_heads=impl.num_heads,
+                    num_kv_heads=impl.num_kv_heads,
+                    head_dim=impl.head_size,
+                    seq_lens=seq_lens,
+                    dtype=query.dtype,
+                    query_start_loc=starts,
+                    causal=True,
+                    sliding_window_size=-1,
+                    isa=made[-1].isa,
+                    enable_kv_split=False,
+                    dynamic_causal=None,
+                    kv_cache_dtype=impl.kv_cache_dtype,
+                )
+                table = metadata.block_table[:live]
+                longest = int(seq_lens.max())
+                metadata = CPUAttentionMetadata(live, 1, starts, longest, seq_lens, table, torch.empty(0), schedule)
+            return stock(layer, query, key, value, cache, metadata, output, **further)
+
+        impl.forward = forward
+
+    monkeypatch.setattr(draft_attention, "_is_plain", lambda impl: isinstance(impl, CPUAttentionBackendImpl))
+    monkeypatch.setattr(draft_attention, "_attend_by_ours", attend)
+
+
+@contextmanager
+def counted_builds(llm: Any) -> Iterator[Counter[int]]:
+    """How often the draft's builders are called, by the most tokens of a request."""
+    counts: Counter[int] = Counter()
+    for group in chain.from_iterable(speculator_of(llm).attn_groups):
+        builder = group.get_metadata_builder(0)
+
+        def build(*args: Any, original: Any = builder.build, **named: Any) -> Any:
+            common = named["common_attn_metadata"] if named else args[1]  # from 0.32 on
+            counts[common.max_query_len] += 1
+            return original(*args, **named)
+
+        builder.build = build
+    yield counts
+
+
+def recorded(speculator: Any) -> list[bool]:
+    """For each draft decode from now on, whether its metadata is that of the tokens at hand; filled as they come."""
+    right: list[bool] = []
+    buffers, tables = speculator.loop.buffers, speculator.block_tables
+    run = speculator.run_draft_model
+
+    def running(num_tokens: int, attn_metadata: Any, *others: Any) -> Any:
+        metadata = next(iter((attn_metadata or {}).values()), None)  # by layer; none in the profile run
+        if isinstance(metadata, DecodeMetadata):
+            live = int((buffers.idx_mapping[: metadata.num_actual_tokens] >= 0).sum())
+            positions, size = buffers.positions[:live], tables.block_sizes[0]
+            blocks = metadata.block_table[torch.arange(live), positions // size]
+            slots = blocks * size + positions % size
+            right.append(
+                metadata.seq_lens[:live].tolist() == (positions + 1).tolist()
+                and slots.tolist() == tables.slot_mappings[0, :live].tolist()
+            )
+        return run(num_tokens, attn_metadata, *others)
+
+    speculator.run_draft_model = running
+    return right
+
+
+@pytest.fixture(scope="module")
+def by_builders() -> tuple[list[list[int]], list[float]]:
+    """Tokens without speculation, and acceptance by position where the host builds the metadata of every step."""
+    with engine(None) as llm:
+        tokens = greedy(llm, PROMPTS, TOKENS)
+    with engine("eagle_mrv2", k=K, options=OFF) as llm, counted_builds(llm) as builds:
+        acceptance = Acceptance(llm)
+        greedy(llm, PROMPTS, TOKENS)
+        assert builds[1] > 10
+        return tokens, acceptance.by_position
+
+
+def test_nothing_is_built_for_draft_decodes(by_builders: tuple[list[list[int]], list[float]]) -> None:
+    with engine("eagle_mrv2", k=K) as llm, counted_builds(llm) as builds:
+        acceptance, right = Acceptance(llm), recorded(speculator_of(llm))
+        assert greedy(llm, PROMPTS, TOKENS) == by_builders[0]
+        assert acceptance.by_position == pytest.approx(by_builders[1], abs=0.03)
+        assert builds[1] == 0
+        assert len(right) > 10
+        assert all(right)
+
+
+def test_one_graph_of_all_draft_decodes(
+    by_builders: tuple[list[list[int]], list[float]], draft_decode_graphs: Draw
+) -> None:
+    from vllm.config.compilation import CUDAGraphMode
+
+    with engine("eagle_mrv2", k=K) as llm, counted_builds(llm) as builds:
+        speculator = speculator_of(llm)
+        # As if asked for; on a CPU vLLM asks for none.
+        speculator._asked_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        speculator._capture_sizes = (SIZES, SIZES[-1])  # below 0.28
+        replayed = draft_decode_graphs(llm)
+        assert speculator.refreshes_in_graph
+        acceptance, right = Acceptance(llm), recorded(speculator)
+        assert greedy(llm, PROMPTS, TOKENS) == by_builders[0]
+        assert acceptance.by_position == pytest.approx(by_builders[1], abs=0.03)
+        assert builds[1] == 0
+        # Five requests in a graph of eight: three rows of padding.
+        assert {descriptor.num_reqs for descriptor in replayed} >= {8}
+        assert len(right) > 10
+        assert all(right)
+
+
+def test_kernels_that_need_no_plan_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    monkeypatch.setattr(CPUAttentionMetadataBuilder, "use_trtllm_decode_attention", True, raising=False)
+    with engine("eagle_mrv2", k=K) as llm, counted_builds(llm) as builds:
+        greedy(llm, PROMPTS[:2], 8)
+        assert builds[1] > 3
