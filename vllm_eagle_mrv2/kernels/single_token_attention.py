@@ -9,7 +9,6 @@ import triton.language as tl
 from vllm_eagle_mrv2.kernels.shared_memory import stages
 
 _LEAST_SPLIT = 256  # tokens; a second program for less costs more than it saves
-_TOGETHER = 4  # splits whose results are put together at a time
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _LEAST_ROWS = 16  # of a matrix instruction
 
@@ -46,7 +45,6 @@ def _single_token_attention_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
-    TOGETHER: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -97,30 +95,23 @@ def _single_token_attention_kernel(
     group = request * tl.num_programs(1) + head
     parts = partial_ptr + group * (SPLITS * ROWS * (WIDTH + 2))
     part = parts + split * (ROWS * (WIDTH + 2)) + row * (WIDTH + 2)
-    tl.store(part[:, None] + column[None, :], summed, mask=mine[:, None])
-    tl.store(part + WIDTH, highest, mask=mine)
-    tl.store(part + WIDTH + 1, total, mask=mine)
+    tl.store(part[:, None] + column[None, :], summed)
+    tl.store(part + WIDTH, highest)
+    tl.store(part + WIDTH + 1, total)
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + group, 1, sem="acq_rel") != splits - 1:
         return
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
-    # Several at a time, as each round waits for its loads.
-    for first in range(0, splits, TOGETHER):
-        other = first + tl.arange(0, TOGETHER)
-        there = (other < splits)[:, None] & mine[None, :]
-        some = parts + other[:, None] * (ROWS * (WIDTH + 2)) + row[None, :] * (WIDTH + 2)
-        theirs = tl.load(some + WIDTH, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(some + WIDTH + 1, mask=there, other=0.0, cache_modifier=".cg")
-        numbers = tl.load(
-            some[:, :, None] + column[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg"
-        )
-        higher = tl.maximum(highest, tl.max(theirs, axis=0))
-        base = tl.where(mine, higher, 0.0)  # rows beyond the group have nothing but -inf
-        faded, kept = tl.exp(highest - base), tl.exp(theirs - base[None, :])
-        total = total * faded + tl.sum(totals * kept, axis=0)
-        summed = summed * faded[:, None] + tl.sum(numbers * kept[:, :, None], axis=0)
+    for other in range(splits):
+        part = parts + other * (ROWS * (WIDTH + 2)) + row * (WIDTH + 2)
+        theirs = tl.load(part + WIDTH, cache_modifier=".cg")
+        higher = tl.maximum(highest, theirs)
+        faded, kept = tl.exp(highest - higher), tl.exp(theirs - higher)
+        total = total * faded + tl.load(part + WIDTH + 1, cache_modifier=".cg") * kept
+        numbers = tl.load(part[:, None] + column[None, :], cache_modifier=".cg")
+        summed = summed * faded[:, None] + numbers * kept[:, None]
         highest = higher
     tl.store(out, (summed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine[:, None])
     tl.store(arrived_ptr + group, 0)
@@ -197,7 +188,6 @@ class SingleTokenAttention:
             TILE=self._tile,
             SPLITS=splits,
             LEAST_SPLIT=_LEAST_SPLIT,
-            TOGETHER=_TOGETHER,
             STAGES=self._stages,
             num_warps=self._warps,
         )
