@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.options import Options
@@ -27,6 +28,11 @@ NONE, PIECEWISE, FULL, BOTH = (
 )
 DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
 SINGLE_TOKEN = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "its own")
 
 
 class Manager:
@@ -135,6 +141,23 @@ def test_layers_of_ours_have_graphs_without_builders(changed: dict[str, Any], ne
     host.init_cudagraph_manager(NONE)
     assert host.needs_no_builder is not needed
     assert (host.decode_cudagraph_manager.mode is NONE) is needed
+
+
+@pytest.mark.parametrize(
+    ("target", "disable", "expected"),
+    [
+        (BOTH, set(), {"the target's"}),
+        (BOTH, {Behaviour.SHARED_GRAPH_POOL}, {"its own"}),
+        (PIECEWISE, set(), {"the target's"}),
+        (NONE, set(), {"its own"}),  # the target has no graphs that would keep the pool
+    ],
+)
+def test_whose_memory_the_graphs_take(target: Any, disable: set[Behaviour], expected: set[str]) -> None:
+    host = Host(BOTH, disable, enforce_eager=False, dp_size=1)
+    host.set_attn(SINGLE_TOKEN)
+    host.init_cudagraph_manager(target)
+    assert host.decode_cudagraph_manager.mode is DECODE_ONLY
+    assert {host.prefill_cudagraph_manager.pool, host.decode_cudagraph_manager.pool} == expected
 
 
 @pytest.mark.parametrize("builders_first", [True, False], ids=["0.26", "0.20"])
