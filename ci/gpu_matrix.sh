@@ -77,7 +77,9 @@ tests() { # job, folder, arguments
 in_turn() { # script, job, folder, arguments
   local script=$1 job=$2 folder=$3
   shift 3
-  on "$job" "$python" "$script" --together "$participants" "$work/turns" "$@" >"$folder/$what.jsonl" 2>"$folder/log"
+  # Four cores for each comparison from its start, so that the memory of both engines lies where they are measured.
+  on "$job" taskset -c "${slices[started % ${#slices[@]}]}" "$python" "$script" \
+    --together "$participants" "$work/turns" "$@" >"$folder/$what.jsonl" 2>"$folder/log"
 }
 times() { in_turn ci/ab_time.py "$@"; }
 timelines() { in_turn ci/draft_timeline.py "$@"; }
@@ -92,8 +94,11 @@ mkdir "$work/source" # a build leaves its traces
 cp -r vllm_eagle_mrv2 ci pyproject.toml setup.py README.md LICENSE "$work/source"
 rm -rf "$root/site-plugin"
 "$python" -m pip install -q --no-deps --no-index --no-build-isolation --target "$root/site-plugin" "$work/source"
+mapfile -t cores < <(taskset -cp $$ | sed 's/.*: //' | tr , '\n' | while IFS=- read -r first last; do seq "$first" "${last:-$first}"; done)
+slices=()
+for ((i = 0; i == 0 || i + 4 <= ${#cores[@]}; i += 4)); do slices+=("$(IFS=,; printf '%s' "${cores[*]:i:4}")"); done
 declare -A process
-failed=0 participants=${#jobs[@]}
+started=0 failed=0 participants=${#jobs[@]}
 if [[ -n ${EAGLE_MRV2_HOLD:-} ]]; then
   # One more to wait for.
   ((++participants))
@@ -106,6 +111,7 @@ for job in "${jobs[@]}"; do
   mkdir -p "$folder"
   "$what" "$job" "$folder" "${arguments[@]}" "${words[@]:1}" &
   process[$job]=$!
+  ((++started))
 done
 for job in "${jobs[@]}"; do
   verdict=passed

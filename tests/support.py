@@ -89,8 +89,9 @@ def engine(
             with suppress(AttributeError):  # 0.20 calls a shutdown that its V2 runner does not have
                 llm.llm_engine.engine_core.shutdown()
         del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        if overrides.get("tensor_parallel_size", 1) == 1:  # workers of their own leave nothing here
+            gc.collect()
+            cleanup_dist_env_and_memory()
 
 
 def runner_of(llm: Any) -> Any:
