@@ -94,7 +94,9 @@ mkdir "$work/source" # a build leaves its traces
 cp -r vllm_eagle_mrv2 ci pyproject.toml setup.py README.md LICENSE "$work/source"
 rm -rf "$root/site-plugin"
 "$python" -m pip install -q --no-deps --no-index --no-build-isolation --target "$root/site-plugin" "$work/source"
-mapfile -t cores < <(taskset -cp $$ | sed 's/.*: //' | tr , '\n' | while IFS=- read -r first last; do seq "$first" "${last:-$first}"; done)
+mapfile -t cores < <(
+  taskset -cp $$ | sed 's/.*: //' | tr , '\n' | while IFS=- read -r first last; do seq "$first" "${last:-$first}"; done
+)
 slices=()
 for ((i = 0; i == 0 || i + 4 <= ${#cores[@]}; i += 4)); do slices+=("$(IFS=,; printf '%s' "${cores[*]:i:4}")"); done
 declare -A process

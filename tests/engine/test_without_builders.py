@@ -6,8 +6,6 @@ They attend by the CPU's own, to which they say what `DecodeMetadata` says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -77,9 +75,8 @@ def layers_that_need_no_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_attention, "_attend_by_ours", attend)
 
 
-@contextmanager
-def counted_builds(llm: Any) -> Iterator[Counter[int]]:
-    """How often the draft's builders are called, by the most tokens of a request."""
+def counted_builds(llm: Any) -> Counter[int]:
+    """Calls of the draft's builders from now on, by the most tokens of a request; counted as they come."""
     counts: Counter[int] = Counter()
     for group in chain.from_iterable(speculator_of(llm).attn_groups):
         builder = group.get_metadata_builder(0)
@@ -90,7 +87,7 @@ def counted_builds(llm: Any) -> Iterator[Counter[int]]:
             return original(*args, **named)
 
         builder.build = build
-    yield counts
+    return counts
 
 
 def recorded(speculator: Any) -> list[bool]:
@@ -121,16 +118,16 @@ def by_builders() -> tuple[list[list[int]], list[float]]:
     """Tokens without speculation, and acceptance by position where the host builds the metadata of every step."""
     with engine(None) as llm:
         tokens = greedy(llm, PROMPTS, TOKENS)
-    with engine("eagle_mrv2", k=K, options=OFF) as llm, counted_builds(llm) as builds:
-        acceptance = Acceptance(llm)
+    with engine("eagle_mrv2", k=K, options=OFF) as llm:
+        builds, acceptance = counted_builds(llm), Acceptance(llm)
         greedy(llm, PROMPTS, TOKENS)
         assert builds[1] > 10
         return tokens, acceptance.by_position
 
 
 def test_nothing_is_built_for_draft_decodes(by_builders: tuple[list[list[int]], list[float]]) -> None:
-    with engine("eagle_mrv2", k=K) as llm, counted_builds(llm) as builds:
-        acceptance, right = Acceptance(llm), recorded(speculator_of(llm))
+    with engine("eagle_mrv2", k=K) as llm:
+        builds, acceptance, right = counted_builds(llm), Acceptance(llm), recorded(speculator_of(llm))
         assert greedy(llm, PROMPTS, TOKENS) == by_builders[0]
         assert acceptance.by_position == pytest.approx(by_builders[1], abs=0.03)
         assert builds[1] == 0
@@ -143,8 +140,8 @@ def test_one_graph_of_all_draft_decodes(
 ) -> None:
     from vllm.config.compilation import CUDAGraphMode
 
-    with engine("eagle_mrv2", k=K) as llm, counted_builds(llm) as builds:
-        speculator = speculator_of(llm)
+    with engine("eagle_mrv2", k=K) as llm:
+        builds, speculator = counted_builds(llm), speculator_of(llm)
         # As if asked for; on a CPU vLLM asks for none.
         speculator._asked_mode = CUDAGraphMode.FULL_DECODE_ONLY
         speculator._capture_sizes = (SIZES, SIZES[-1])  # below 0.28
@@ -164,6 +161,7 @@ def test_kernels_that_need_no_plan_stay(monkeypatch: pytest.MonkeyPatch) -> None
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
     monkeypatch.setattr(CPUAttentionMetadataBuilder, "use_trtllm_decode_attention", True, raising=False)
-    with engine("eagle_mrv2", k=K) as llm, counted_builds(llm) as builds:
+    with engine("eagle_mrv2", k=K) as llm:
+        builds = counted_builds(llm)
         greedy(llm, PROMPTS[:2], 8)
         assert builds[1] > 3

@@ -117,6 +117,20 @@ def test_kernels_are_compiled_when_the_draft_is_loaded(
     assert few == [16, 16, 32, 32]  # logits and keys
 
 
+def test_keys_of_an_argmax_are_compiled_for_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide layer has products of few rows too, and nobody takes an argmax of them."""
+    keys: list[int] = []
+    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32)
+    monkeypatch.setattr(few_rows, "few_rows_product", lambda rows, weight: rows @ weight.T)
+    monkeypatch.setattr(few_rows, "few_rows_keys", lambda rows, weight: keys.append(len(weight)))
+    target = Target()
+    draft = Draft(target)
+    row_products.install(draft, target, DraftLogits.of(draft, target, local=True))
+    assert not keys
+    draft.compute_logits(inputs(65)[1])  # the profile run
+    assert keys == [PADDED] * 2
+
+
 def test_without_a_processor_of_its_own_the_head_is_left_alone(ours: list[torch.Tensor]) -> None:
     target = Target()
     draft = Draft(target)
