@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,23 @@ class SlotTable:
     block_size: int  # tokens
 
 
+@dataclass(frozen=True)
+class TargetStates:
+    """What the target left behind for its draft to start from."""
+
+    last: torch.Tensor  # [>= n, H]: hidden states of its last layer
+    aux: Sequence[torch.Tensor] = ()  # each [>= n, H]: of some of its layers, for an EAGLE-3 head that combines them
+
+    @property
+    def used(self) -> Sequence[torch.Tensor]:
+        """Those that the draft reads."""
+        return self.aux or (self.last,)
+
+    def rows(self, num_tokens: int) -> TargetStates:
+        """The first rows."""
+        return TargetStates(self.last[:num_tokens], [each[:num_tokens] for each in self.aux])
+
+
 @dataclass
 class DraftBatch:
     """One batch to draft for; from here on no line knows which vLLM it runs on."""
@@ -62,7 +80,7 @@ class DraftBatch:
     seq_lens: torch.Tensor  # [num_reqs] int32, rejected tokens included
     seq_lens_cpu_upper_bound: torch.Tensor  # [num_reqs] int32 on the CPU
     idx_mapping: torch.Tensor  # [num_reqs]: batch row -> request state
-    hidden_states: torch.Tensor  # [>= num_tokens_padded, H]
+    target_states: TargetStates  # of num_tokens_padded tokens
     num_sampled: torch.Tensor  # [num_reqs]
     num_rejected: torch.Tensor  # [num_reqs]
     last_sampled: torch.Tensor  # [R] by request state

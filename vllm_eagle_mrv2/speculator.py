@@ -13,7 +13,7 @@ import torch
 
 from vllm_eagle_mrv2.attn_metadata import draft_max_seq_len
 from vllm_eagle_mrv2.behaviours import Behaviour
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
@@ -47,8 +47,14 @@ class DraftHost(Protocol):
     def holds_draft_phase(self, run: GraphRun) -> bool:
         """Whether the graph of a draft prefill goes on with all draft decodes."""
 
+    target_outputs: TargetStates | None
+    """Where the target's FULL graphs leave their output, if those of draft prefills begin with taking it from there."""
+
+    def combine(self, states: TargetStates) -> torch.Tensor:
+        """[n, H]: what the draft starts from."""
+
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
-        """Called with the draft's inputs in place; the tokens to run over, without and with padding."""
+        """Called with the batch's tokens in place; the tokens to run over, without and with padding."""
 
     def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
         """Choose the graph of a draft prefill; agrees across data-parallel ranks."""
@@ -179,8 +185,17 @@ class DraftLoop:
             pad_idx_mapping=self._pad_idx_mapping,
         )
         num_tokens, num_tokens_padded = host.begin_prefill(batch)
-        self.buffers.hidden_states[:num_tokens_padded].copy_(batch.hidden_states[:num_tokens_padded])
-        return host.dispatch_prefill(batch, num_tokens, num_tokens_padded), num_tokens
+        run = host.dispatch_prefill(batch, num_tokens, num_tokens_padded)
+        if run.full and host.target_outputs is not None:
+            for output, given in zip(host.target_outputs.used, batch.target_states.used, strict=True):
+                if output.data_ptr() != given.data_ptr():  # the target ran without a FULL graph
+                    output[:num_tokens_padded].copy_(given[:num_tokens_padded])
+        else:
+            self._take_states(batch.target_states, num_tokens_padded)
+        return run, num_tokens
+
+    def _take_states(self, states: TargetStates, num_tokens: int) -> None:
+        self.buffers.hidden_states[:num_tokens].copy_(self.host.combine(states.rows(num_tokens)))
 
     def _replay_phase(self, batch: DraftBatch, run: GraphRun) -> None:
         if batch.dummy_run:
@@ -220,9 +235,12 @@ class DraftLoop:
         slot_mappings: Any,
         num_tokens_across_dp: Any,
         mode: Any,
+        states: TargetStates | None = None,
         decodes: CapturedAttentionState | None = None,
     ) -> None:
-        """Draft prefill, and all draft decodes where their inputs are given: what one graph holds."""
+        """Draft prefill, from the target's states and with all draft decodes where these are given: one graph's."""
+        if states is not None:
+            self._take_states(states, num_tokens)
         self.prefill(num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode)
         if decodes is None:
             return

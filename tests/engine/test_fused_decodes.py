@@ -6,6 +6,7 @@ Its backend is given the refresh that it lacks, and a graph is the pass itself, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,12 +96,20 @@ def draft_phase_graphs(monkeypatch: pytest.MonkeyPatch, draft_decode_graphs: Dra
         sizes = [size * (K + 1) for size in SIZES]
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [*SIZES, *sizes], sizes[-1]
         speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-        loop, make_decodes, propose = speculator.loop, speculator._decodes_in_graph_of, speculator.loop.propose
-        decodes, batches = {}, []
+        # Where a target's graphs would leave what the draft starts from.
+        rows, layers = torch.zeros(sizes[-1], speculator.hidden_size), 3 * (speculator.request.family == "eagle3")
+        outputs = SimpleNamespace(hidden_states=rows, aux_hidden_states=[rows.clone() for _ in range(layers)])
+        speculator.target_graphs = lambda: outputs
+        loop, propose = speculator.loop, speculator.loop.propose
+        given, batches = {}, []
+        capture_fresh = speculator.prefill_cudagraph_manager.capture_fresh
 
-        def making(descriptor: Any) -> Any:
-            decodes[descriptor] = make_decodes(descriptor)
-            return decodes[descriptor]
+        def capturing(forward: Any, make_inputs: Any, label: str, arguments: Any) -> None:
+            def kept(descriptor: Any) -> dict[str, Any]:
+                given[descriptor] = arguments(descriptor)
+                return given[descriptor]
+
+            capture_fresh(forward, make_inputs, label, kept)
 
         def proposing(batch: Any) -> torch.Tensor:
             batches[:] = [batch]
@@ -110,9 +119,9 @@ def draft_phase_graphs(monkeypatch: pytest.MonkeyPatch, draft_decode_graphs: Dra
             [batch], graph = batches, run.descriptor
             replayed.append(graph)
             metadata = (batch.attn_metadata, batch.slot_mappings)
-            loop.phase(graph.num_reqs, batch.num_tokens, *metadata, None, CUDAGraphMode.NONE, decodes=decodes[graph])
+            loop.phase(graph.num_reqs, batch.num_tokens, *metadata, None, CUDAGraphMode.NONE, **given[graph])
 
-        monkeypatch.setattr(speculator, "_decodes_in_graph_of", making)
+        monkeypatch.setattr(speculator.prefill_cudagraph_manager, "capture_fresh", capturing)
         monkeypatch.setattr(loop, "propose", proposing)
         monkeypatch.setattr(speculator, "replay_prefill", replaying)
         with torch.inference_mode():
@@ -200,6 +209,22 @@ def test_one_graph(
             assert built == []
         else:
             assert built == [1] * len(replayed)
+
+
+def test_one_graph_combines_the_states_of_several_layers(
+    plain: list[list[int]], draft_phase_graphs: Draw, complete_refresh: None
+) -> None:
+    found = []
+    for graphs in (False, True):
+        with engine("eagle_mrv2", family="eagle3", k=K) as llm:
+            if graphs:
+                replayed, speculator = draft_phase_graphs(llm), speculator_of(llm)
+                assert len(speculator.target_outputs.used) == 3
+            acceptance = Acceptance(llm)
+            assert greedy(llm, PROMPTS, TOKENS) == plain
+            found.append(acceptance.by_position)
+    assert {descriptor.num_reqs for descriptor in replayed} >= {8}
+    assert found[1] == pytest.approx(found[0], abs=0.03)
 
 
 @pytest.mark.parametrize("disable", [[], ["one_draft_graph"]])

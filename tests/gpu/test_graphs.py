@@ -52,6 +52,18 @@ def counted_replays(speculator: Any) -> Iterator[Counter[str]]:
         del speculator.decode_cudagraph_manager.run_fullgraph
 
 
+def counted_calls(owner: Any, name: str) -> Counter[str]:
+    """Calls of a method from now on, by its name."""
+    counts, original = Counter[str](), getattr(owner, name)
+
+    def counted(*args: Any) -> Any:
+        counts[name] += 1
+        return original(*args)
+
+    setattr(owner, name, counted)
+    return counts
+
+
 @contextmanager
 def counted_builds(llm: Any) -> Iterator[Counter[str]]:
     """Calls of ``build`` of the metadata builders: ``target``, ``draft prefill`` and ``draft decode``."""
@@ -247,12 +259,15 @@ def test_draft_prefill_reads_the_targets_metadata(
     assert decode == 0, "the graph of the draft decodes refreshes its metadata itself"
 
 
-def test_one_graph_holds_the_draft_phase() -> None:
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_one_graph_holds_the_draft_phase(family: str) -> None:
     prompts = held_out_prompts(5)
     tokens, lengths = {}, {}
     for name, disable in (("one", []), ("two", ["one_draft_graph"])):
-        with engine("eagle_mrv2", options={"disable": disable}, compilation_config=SIZES) as llm:
+        options = {"disable": disable}
+        with engine("eagle_mrv2", family=family, options=options, compilation_config=SIZES) as llm:
             speculator = speculator_of(llm)
+            combined = counted_calls(speculator, "combine")  # by the host: a replay calls nothing
             with counted_replays(speculator) as replays, recorded_slots(speculator) as right:
                 tokens[name] = [greedy(llm, prompts[:n], TOKENS) for n in (1, 3, 5)]
             acceptance = Acceptance(llm)
@@ -262,6 +277,8 @@ def test_one_graph_holds_the_draft_phase() -> None:
             assert all(right)
             assert replays["both"] == (0 if disable else replays["prefill"])
             assert replays["prefill"] > 10
+            # Prompts go through no graph.
+            assert (combined["combine"] >= replays["prefill"]) is bool(disable)
             # Three requests in the graph of four, five in that of eight.
             assert {f"decode of {n}" for n in (1, 4, 8)} <= replays.keys()
     assert tokens["one"] == tokens["two"]

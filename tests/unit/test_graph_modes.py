@@ -212,3 +212,34 @@ def test_the_prefill_is_the_whole_phase_of_one_draft_token(
     graph = Descriptor(FULL, num_tokens)
     assert host._decodes_in_graph_of(graph) is None
     assert host.holds_draft_phase(SimpleNamespace(full=True, descriptor=graph)) is whole
+
+
+@pytest.mark.parametrize(
+    ("target", "changed", "wanted"),
+    [
+        ({"last": 8}, {}, "last"),
+        ({"last": 8, "aux": [8, 8]}, {}, "aux"),
+        ({"last": 4, "aux": [8, 8]}, {}, "aux"),  # a draft reads one or the other
+        ({"last": None}, {}, None),  # no FULL graph
+        ({"last": 4}, {}, None),  # graphs of larger batches are the draft's alone
+        ({"last": 8}, {"disable": {Behaviour.ONE_DRAFT_GRAPH}}, None),
+        (None, {}, None),  # no runner of this kind
+    ],
+    ids=str,
+)
+def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, Any], wanted: str | None) -> None:
+    host = Host(BOTH, changed.get("disable", set()), enforce_eager=False, dp_size=1)
+    descs = {FULL: [SimpleNamespace(num_tokens=8), SimpleNamespace(num_tokens=4)]}
+    descs[PIECEWISE] = [SimpleNamespace(num_tokens=512)]
+    host.prefill_cudagraph_manager = SimpleNamespace(_capture_descs=descs)  # type: ignore[assignment]
+    if target is not None:
+        last = None if target["last"] is None else torch.zeros(target["last"], 2)
+        graphs = SimpleNamespace(
+            hidden_states=last, aux_hidden_states=[torch.zeros(n, 2) for n in target.get("aux", ())]
+        )
+        host.target_graphs = lambda: graphs
+    found = host._find_target_outputs()
+    assert (found is not None) is (wanted is not None)
+    if found is not None:
+        expected = [graphs.hidden_states] if wanted == "last" else graphs.aux_hidden_states
+        assert [each.data_ptr() for each in found.used] == [each.data_ptr() for each in expected]

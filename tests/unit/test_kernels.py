@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs, prepare_decode_inputs_reference
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_prefill_inputs_reference
@@ -118,7 +118,7 @@ def target_batch(
         seq_lens=ints([start + length for start, length in zip(starts, lengths, strict=True)]),
         seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
         idx_mapping=torch.randperm(max_num_reqs, generator=generator)[:num_reqs].to(device=DEVICE, dtype=idx_dtype),
-        hidden_states=torch.empty(0, device=DEVICE),
+        target_states=TargetStates(torch.empty(0, device=DEVICE)),
         num_sampled=ints(sampled if sampled is not None else [1] * num_reqs),
         num_rejected=ints(rejected if rejected is not None else [0] * num_reqs),
         last_sampled=draw(30_000, (max_num_reqs, 1)),  # as the stock request states hold it

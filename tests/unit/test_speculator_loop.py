@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_eagle_mrv2.behaviours import Behaviour
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.speculator import DraftConfig, DraftLoop, GraphRun
@@ -108,7 +108,7 @@ def batch_of(rows: list[Row], num_draft_tokens: int, **changes: Any) -> DraftBat
         # An upper bound, in a buffer that goes on after the batch with what an earlier one left.
         seq_lens_cpu_upper_bound=torch.tensor([row.length for row in rows] + [MAX_LEN], dtype=torch.int32),
         idx_mapping=ints(states),
-        hidden_states=ints([*hidden, *[0] * 3], torch.int64).float()[:, None].repeat(1, 2),
+        target_states=TargetStates(ints([*hidden, *[0] * 3], torch.int64).float()[:, None].repeat(1, 2)),
         num_sampled=ints([int(row.sampled) for row in rows]),
         num_rejected=ints([row.rejected for row in rows]),
         last_sampled=ints(last_sampled, torch.int64),
@@ -157,6 +157,7 @@ class ToyHost:
     one_graph: bool = False  # the graph of a draft prefill goes on with the decodes
     one_state: bool = False  # the head and the next step get the same hidden states
     slot_table: SlotTable | None = None
+    target_outputs: TargetStates | None = None
     draft_max_seq_len: int = -1
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     lengths_at_builds: list[list[int]] = field(default_factory=list)
@@ -164,6 +165,7 @@ class ToyHost:
     sampled: list[tuple[int, bool]] = field(default_factory=list)  # draft_step, keep_logits
     inputs: list[tuple[Any, Any]] = field(default_factory=list)  # metadata and slots of each forward pass
     across_dp: list[Any] = field(default_factory=list)
+    combined: list[str] = field(default_factory=list)
     in_replay: bool = False
     loop: DraftLoop = field(init=False)
 
@@ -177,6 +179,10 @@ class ToyHost:
     def holds_draft_phase(self, run: GraphRun) -> bool:
         assert run.descriptor == "prefill graph"
         return self.one_graph and run.full
+
+    def combine(self, states: TargetStates) -> torch.Tensor:
+        self.combined.append("in replay" if self.in_replay else "eager")
+        return sum(states.aux) if states.aux else states.last
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
         self.calls.append(("begin_prefill",))
@@ -256,7 +262,7 @@ class ToyHost:
         self.in_replay = True
         decodes = CapturedAttentionState(MAX_NUM_REQS, MAX_NUM_REQS, "captured metadata", None, None)
         captured = (MAX_NUM_REQS, MAX_NUM_TOKENS, None, None, None, "captured")
-        self.loop.phase(*captured, decodes=decodes if self.one_graph else None)
+        self.loop.phase(*captured, states=self.target_outputs, decodes=decodes if self.one_graph else None)
         self.in_replay = False
 
     def replay_decode(self, run: GraphRun) -> None:
@@ -291,6 +297,34 @@ def test_drafts(num_draft_tokens: int, refreshes: bool, full_graphs: bool, sampl
     for rows in (ROWS, ROWS[::-1][:2]):  # buffers of the first batch must not show in the second
         drafts = loop.propose(batch_of(rows, num_draft_tokens))
         assert drafts.tolist() == expected_drafts(rows, num_draft_tokens, sample_offset)
+
+
+def with_aux(states: TargetStates) -> TargetStates:
+    """The same, of three layers; another last layer that no draft may read."""
+    parts = [states.last - 3, torch.ones_like(states.last), torch.full_like(states.last, 2)]
+    return TargetStates(torch.full_like(states.last, 999), parts)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("full_graphs", [False, True], ids=["eager", "replay"])
+@pytest.mark.parametrize("one_graph", [False, True], ids=["prefill alone", "whole phase"])
+def test_states_of_the_target(one_graph: bool, full_graphs: bool, layers: int) -> None:
+    """Graphs take them where the target's graphs leave them; those of a target without a graph are brought there."""
+    host = ToyHost(refreshes_in_graph=True, full_graphs=full_graphs, one_graph=one_graph)
+    loop = loop_on(host)
+    outputs = TargetStates(torch.full((MAX_NUM_TOKENS, 2), 77.0, device=DEVICE))
+    host.target_outputs = outputs if layers == 1 else with_aux(outputs)
+    for rows in (ROWS, ROWS[::-1][:2]):
+        for by_a_graph in (False, True):
+            batch = batch_of(rows, 4)
+            if layers == 3:
+                batch.target_states = with_aux(batch.target_states)
+            if by_a_graph:
+                for output, left in zip(host.target_outputs.used, batch.target_states.used, strict=True):
+                    output[: len(left)] = left
+                batch.target_states = host.target_outputs.rows(batch.num_tokens_padded)
+            assert loop.propose(batch).tolist() == expected_drafts(rows, 4, 0)
+    assert set(host.combined) == {"in replay" if full_graphs else "eager"}
 
 
 def test_drafts_are_a_view_of_the_persistent_buffer() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from vllm_eagle_mrv2 import __version__, draft_attention, row_products
 from vllm_eagle_mrv2.behaviours import Behaviour
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.draft_attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
@@ -195,7 +195,7 @@ class StockHost(DraftGraphs):
                 seq_lens=input_batch.seq_lens,
                 seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
                 idx_mapping=input_batch.idx_mapping,
-                hidden_states=self._draft_hidden_states(last_hidden_states, aux_hidden_states),
+                target_states=TargetStates(last_hidden_states, aux_hidden_states or ()),
                 num_sampled=num_sampled,
                 num_rejected=num_rejected,
                 last_sampled=last_sampled,
@@ -248,6 +248,13 @@ class StockHost(DraftGraphs):
 
     def decodes_fused(self, run: GraphRun) -> bool:
         return self.refreshes_in_graph
+
+    def combine(self, states: TargetStates) -> torch.Tensor:
+        if not states.aux:
+            return states.last
+        draft: Any = self.model
+        combined: torch.Tensor = draft.combine_hidden_states(torch.cat(list(states.aux), dim=-1))
+        return combined
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
         return batch.num_tokens, batch.num_tokens_padded
@@ -322,16 +329,6 @@ class StockHost(DraftGraphs):
 
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         raise NotImplementedError("this release has no refresh that a graph can hold")
-
-    def _draft_hidden_states(
-        self, last_hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None
-    ) -> torch.Tensor:
-        """[n, H] states that the draft starts from; EAGLE-3 combines those of several target layers."""
-        if not aux_hidden_states:
-            return last_hidden_states
-        draft: Any = self.model
-        combined: torch.Tensor = draft.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
-        return combined
 
 
 def _slot_table(tables: Any) -> SlotTable | None:

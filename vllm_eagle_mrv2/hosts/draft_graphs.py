@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.buffers import TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, PrefillCapture, decode_mode
 from vllm_eagle_mrv2.method import Request
 from vllm_eagle_mrv2.options import Options
@@ -25,6 +26,9 @@ class DraftGraphs:
     needs_no_builder = False
     """Whether draft decodes go by `decode_metadata` alone, with nothing to build or to plan; known in `set_attn`."""
     graph_scratch: Any = None  # kept for the graphs of a draft whose target has none
+    target_outputs: TargetStates | None = None
+    target_graphs: Callable[[], Any] | None = None
+    """The target's graph manager at present; known once the runner has one."""
 
     request: Request
     options: Options
@@ -161,13 +165,17 @@ class DraftGraphs:
         buffers = self.target_input_buffers if reuse_target else self.input_buffers
         groups = self.target_attn_groups if reuse_target else self.attn_groups
         self._phase_graphs.clear()
+        self.target_outputs = self._find_target_outputs()
         stock: Any = self
         stock.on_prefill_begin(self.max_num_reqs)
         prefill.capture_fresh(
             self.loop.phase,
             lambda descriptor: self._dummy_inputs(prefill, descriptor, buffers, groups, step=0),
             "Capturing draft prefill CUDA graphs",
-            lambda descriptor: {"decodes": self._decodes_in_graph_of(descriptor)},
+            lambda descriptor: {
+                "states": self.target_outputs if descriptor.cg_mode.name == "FULL" else None,
+                "decodes": self._decodes_in_graph_of(descriptor),
+            },
         )
         stock.on_prefill_end(self.max_num_reqs)
         if self.num_speculative_steps == 1:
@@ -178,6 +186,21 @@ class DraftGraphs:
             lambda descriptor: self._dummy_inputs(decode, descriptor, self.input_buffers, self.attn_groups, step=1),
         )
         stock.on_multi_step_decode_end(self.max_num_reqs)
+
+    def _find_target_outputs(self) -> TargetStates | None:
+        """Where the target's graphs leave their output, if every graph of a draft prefill can take it from there."""
+        if self.target_graphs is None or not self.options.enabled(Behaviour.ONE_DRAFT_GRAPH):
+            return None
+        target = self.target_graphs()
+        if target.hidden_states is None:  # no FULL graph
+            return None
+        outputs = TargetStates(target.hidden_states, target.aux_hidden_states)
+        return outputs if all(len(each) >= self._widest_prefill() for each in outputs.used) else None
+
+    def _widest_prefill(self) -> int:
+        """The most tokens of a FULL graph of a draft prefill, with padding."""
+        captured = self.prefill_cudagraph_manager._capture_descs.items()
+        return max((each.num_tokens for mode, some in captured if mode.name == "FULL" for each in some), default=0)
 
     def _decodes_in_graph_of(self, descriptor: Any) -> CapturedAttentionState | None:
         """Dummy inputs of the draft decodes that a draft prefill graph goes on with; None where it does not."""

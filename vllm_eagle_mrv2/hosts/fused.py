@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
-from vllm_eagle_mrv2.buffers import DraftBatch
+from vllm_eagle_mrv2.buffers import DraftBatch, TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.hosts import runner_seams
 from vllm_eagle_mrv2.hosts.common import StockHost
@@ -104,6 +104,10 @@ class FusedHost(StockHost):
     @property
     def decodes_follow_prefill(self) -> bool:
         return super().decodes_follow_prefill and self._draft_lengths is None and self.pcp_manager is None
+
+    def _find_target_outputs(self) -> TargetStates | None:
+        # A shard's tokens are not those of the target's graph.
+        return super()._find_target_outputs() if self.pcp_manager is None else None
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
         if self.pcp_manager is not None:

@@ -3,7 +3,8 @@
 Three more seams, made only in processes that build our speculator:
 
 * after ``GPUModelRunner.initialize_kv_cache``, which comes before every capture, it is given the requests' sampling
-  parameters, and below 0.26 the target's buffers and attention groups, which 0.26 passes to ``set_attn`` (#48261);
+  parameters and the target's graph manager, and below 0.26 the target's buffers and attention groups, which 0.26 passes
+  to ``set_attn`` (#48261);
 * after ``GPUModelRunner.capture_model``, which returns without asking the speculator where the target has nothing to
   capture, as with an attention backend that has graphs for one token a request only: a draft decode has one;
 * around ``GPUModelRunner.post_kv_cache_wake_up`` (0.22 to 0.28), which puts new tensors in the place of those that slot
@@ -54,6 +55,7 @@ def _followed_by(original: Callable[..., Any], after: Callable[[Any, Any], Any])
 def _hand_over(runner: Any, result: Any) -> Any:
     speculator = runner.speculator
     speculator.sampling_states = getattr(runner.sampler, "sampling_states", None)
+    speculator.target_graphs = lambda: runner.cudagraph_manager  # another one after each scaling
     if isinstance(speculator, TakesTargetInputs):
         speculator.target_input_buffers = runner.input_buffers
         speculator.target_attn_groups = runner.attn_groups
