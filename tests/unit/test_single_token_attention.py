@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from vllm_eagle_mrv2.kernels import single_token_attention
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention, single_token_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,6 +63,23 @@ def test_batches_with_padding(n: int) -> None:
 
 def test_again_with_the_same_scratch_memory() -> None:
     attend([600, 257], 4, 1, 64, 16, times=3)
+
+
+def test_one_variant_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another would be compiled in the middle of serving, or for each size of a graph."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **constants: launched.append((grid[2], constants))
+
+    monkeypatch.setattr(single_token_attention, "_single_token_attention_kernel", Kernel())
+    attention = SingleTokenAttention(40, 32, 8, 64, DEVICE)
+    cache, some = torch.empty(1, 16, 8, 64, device=DEVICE), torch.empty(40, 32, 64, device=DEVICE)
+    for n in (1, 2, 5, 40):
+        attention(some[:n], cache, cache, some[:n, 0], some[:n, 0, 0], 1.0, some[:n])
+    assert len({splits for splits, _ in launched}) == 4
+    assert all(constants == launched[0][1] for _, constants in launched)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes in the interpreter")

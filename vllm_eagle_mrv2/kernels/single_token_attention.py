@@ -43,7 +43,6 @@ def _single_token_attention_kernel(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -60,7 +59,8 @@ def _single_token_attention_kernel(
         tl.store(out, tl.zeros([ROWS, WIDTH], out_ptr.dtype.element_ty), mask=mine[:, None] & (split == 0))
         return
     # As many splits as the request's own length is worth, whatever the graph was captured for.
-    splits = tl.minimum(tl.cdiv(length, LEAST_SPLIT), SPLITS)
+    most = tl.num_programs(2)
+    splits = tl.minimum(tl.cdiv(length, LEAST_SPLIT), most)
     share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
     splits = tl.cdiv(length, share)
     if split >= splits:
@@ -93,7 +93,7 @@ def _single_token_attention_kernel(
         return
     # The last to arrive puts the splits together.
     group = request * tl.num_programs(1) + head
-    parts = partial_ptr + group * (SPLITS * ROWS * (WIDTH + 2))
+    parts = partial_ptr + group * most * (ROWS * (WIDTH + 2))
     part = parts + split * (ROWS * (WIDTH + 2)) + row * (WIDTH + 2)
     tl.store(part[:, None] + column[None, :], summed)
     tl.store(part + WIDTH, highest)
@@ -167,7 +167,7 @@ class SingleTokenAttention:
             out: [n, heads, D], written.
         """
         num_reqs = query.shape[0]
-        _single_token_attention_kernel[(num_reqs, self.num_kv_heads, splits := self._splits(num_reqs))](
+        _single_token_attention_kernel[(num_reqs, self.num_kv_heads, self._splits(num_reqs))](
             query,
             query.stride(0),
             out,
@@ -186,7 +186,6 @@ class SingleTokenAttention:
             WIDTH=self.width,
             BLOCK_SIZE=key_cache.shape[1],
             TILE=self._tile,
-            SPLITS=splits,
             LEAST_SPLIT=_LEAST_SPLIT,
             STAGES=self._stages,
             num_warps=self._warps,
