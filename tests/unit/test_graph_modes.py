@@ -223,12 +223,14 @@ def test_the_prefill_is_the_whole_phase_of_one_draft_token(
         ({"last": None}, {}, None),  # no FULL graph
         ({"last": 4}, {}, None),  # graphs of larger batches are the draft's alone
         ({"last": 8}, {"disable": {Behaviour.ONE_DRAFT_GRAPH}}, None),
+        ({"last": 8}, {"stages": 2}, None),
         (None, {}, None),  # no runner of this kind
     ],
     ids=str,
 )
 def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, Any], wanted: str | None) -> None:
     host = Host(BOTH, changed.get("disable", set()), enforce_eager=False, dp_size=1)
+    host.vllm_config.parallel_config = SimpleNamespace(pipeline_parallel_size=changed.get("stages", 1))
     descs = {FULL: [SimpleNamespace(num_tokens=8), SimpleNamespace(num_tokens=4)]}
     descs[PIECEWISE] = [SimpleNamespace(num_tokens=512)]
     host.prefill_cudagraph_manager = SimpleNamespace(_capture_descs=descs)  # type: ignore[assignment]

@@ -191,6 +191,8 @@ class DraftGraphs:
         """Where the target's graphs leave their output, if every graph of a draft prefill can take it from there."""
         if self.target_graphs is None or not self.options.enabled(Behaviour.ONE_DRAFT_GRAPH):
             return None
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return None  # an EAGLE-3 head may start from layers of other stages
         target = self.target_graphs()
         if target.hidden_states is None:  # no FULL graph
             return None
