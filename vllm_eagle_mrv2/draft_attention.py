@@ -56,18 +56,18 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, max_num_reqs: int) 
 
 def _is_plain(impl: Any) -> bool:
     """Whether a layer's implementation is attention of a decoder over a cache in 16 bit, with no more to it."""
-    has = functools.partial(getattr, impl)
+    field = functools.partial(getattr, impl)
     return (
         _name(impl) in (_FLASH_ATTENTION, _FLASHINFER)
-        and has("head_size", 0) in (16, 32, 64, 128, 256)
-        and has("alibi_slopes", _MISSING) is None
-        and has("sliding_window", _MISSING) == (-1, -1)
-        and not has("logits_soft_cap", _MISSING)
-        and has("sinks", _MISSING) is None
-        and has("attn_type", "decoder") == "decoder"  # FlashInfer has no others
-        and has("kv_cache_dtype", _MISSING) in ("auto", "bfloat16", "float16")
-        and has("dcp_world_size", 1) <= 1
-        and not has("batch_invariant_enabled", False)
+        and field("head_size", 0) in (16, 32, 64, 128, 256)
+        and field("alibi_slopes", _MISSING) is None
+        and field("sliding_window", _MISSING) == (-1, -1)
+        and not field("logits_soft_cap", _MISSING)
+        and field("sinks", _MISSING) is None
+        and field("attn_type", "decoder") == "decoder"  # FlashInfer has no others
+        and field("kv_cache_dtype", _MISSING) in ("auto", "bfloat16", "float16")
+        and field("dcp_world_size", 1) <= 1
+        and not field("batch_invariant_enabled", False)
     )
 
 

@@ -328,6 +328,32 @@ class StockHost(DraftGraphs):
         raise NotImplementedError("this release has no refresh that a graph can hold")
 
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+        if self.needs_no_builder:
+            return self.decode_metadata(num_reqs)
+        return self.refresh_by_builders(num_reqs, num_tokens, attn_metadata)
+
+    def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
+        slot_mappings = self.decode_slot_mappings(batch, run.num_tokens)
+        if self.needs_no_builder:
+            attn_metadata: Any = self.decode_metadata(run.descriptor.num_reqs or batch.num_reqs)
+        else:
+            attn_metadata = self.build_by_builders(batch, run, step, slot_mappings)
+        return attn_metadata, self.slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
+
+    # What a release does for them
+
+    slot_mappings_by_layer: Callable[[torch.Tensor, Any], dict[str, torch.Tensor]]
+
+    def decode_slot_mappings(self, batch: DraftBatch, num_tokens: int) -> torch.Tensor:
+        """[groups, num_tokens] slots of the positions in the buffers."""
+        raise NotImplementedError
+
+    def build_by_builders(self, batch: DraftBatch, run: GraphRun, step: int, slot_mappings: torch.Tensor) -> Any:
+        """Attention metadata of a draft decode, through the draft's own builders."""
+        raise NotImplementedError
+
+    def refresh_by_builders(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+        """The builders' metadata, brought up to date by device work alone."""
         raise NotImplementedError("this release has no refresh that a graph can hold")
 
 

@@ -75,6 +75,7 @@ class FusedHost(StockHost):
     """The host of the releases whose backends may have a refresh of decode metadata that a graph can hold."""
 
     sample_offset = 1
+    slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
     prefill_manager_class = PrefillEagleCudaGraphManager
     decode_manager_class = DecodeEagleCudaGraphManager
 
@@ -221,13 +222,11 @@ class FusedHost(StockHost):
             step=0,
         )
 
-    def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
-        slot_mappings = self.compute_slot_mappings(batch.num_reqs, run.num_tokens)
-        if self.needs_no_builder:
-            attn_metadata: Any = self.decode_metadata(run.descriptor.num_reqs or batch.num_reqs)
-        else:
-            attn_metadata = self.uniform_metadata(batch, run, step)
-        return attn_metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
+    def decode_slot_mappings(self, batch: DraftBatch, num_tokens: int) -> torch.Tensor:
+        return self.compute_slot_mappings(batch.num_reqs, num_tokens)
+
+    def build_by_builders(self, batch: DraftBatch, run: GraphRun, step: int, slot_mappings: torch.Tensor) -> Any:
+        return self.uniform_metadata(batch, run, step)
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
         slot_mappings = self.block_tables.slot_mappings[:, : run.num_tokens]
@@ -246,17 +245,11 @@ class FusedHost(StockHost):
         """Whether every builder of the draft has a refresh that a graph can hold."""
         raise NotImplementedError
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
-        if self.needs_no_builder:
-            return self.decode_metadata(num_reqs)
-        self.refresh_by_builders(num_reqs, attn_metadata)
-        return attn_metadata
-
-    def refresh_by_builders(self, num_reqs: int, attn_metadata: Any) -> None:
-        """Bring the builders' metadata up to date by device work alone."""
+    def refresh_by_builders(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         for groups in self.attn_groups:
             for group in groups:
                 group.update_draft_decode_metadata(attn_metadata)
+        return attn_metadata
 
     # Capture
 

@@ -52,6 +52,7 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
     """The host of the releases whose builders have no refresh of their own for draft decodes."""
 
     sample_offset = 0
+    slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
     prefill_manager_class: type[PrefillCapture] = PrefillEagleCudaGraphManager
     decode_manager_class: type[DecodeCapture] = DecodeEagleCudaGraphManager
 
@@ -151,9 +152,7 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
             num_tokens,
         )
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
-        if self.needs_no_builder:
-            return self.decode_metadata(num_reqs)
+    def refresh_by_builders(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         slot_mappings = self.block_tables.slot_mappings[:, :num_tokens]
         with _schedules_kept(chain.from_iterable(self.attn_groups)):
             return self._build(
@@ -179,27 +178,25 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
             # The rows of a dummy run name no request: without tokens, no block table is looked up for them.
             self.loop.buffers.query_start_loc.zero_()
 
-    def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
-        live = batch.num_reqs
+    def decode_slot_mappings(self, batch: DraftBatch, num_tokens: int) -> torch.Tensor:
         if batch.dummy_run:
             # The rows name no request, and these releases' kernel does not skip them.
-            slot_mappings = self.block_tables.get_dummy_slot_mappings(run.num_tokens)
-        else:
-            self.map_decode_slots(live, run.num_tokens)
-            slot_mappings = self.block_tables.slot_mappings[:, : run.num_tokens]
-        rows = run.descriptor.num_reqs or live
-        if self.needs_no_builder:
-            attn_metadata = self.decode_metadata(rows)
-        else:
-            attn_metadata = self._build(
-                rows,
-                run.num_tokens,
-                _decode_query_start_loc(live, rows),
-                1,
-                slot_mappings,
-                self._length_bounds(batch, rows, step) if self._bound_lengths else None,
-            )
-        return attn_metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
+            dummy: torch.Tensor = self.block_tables.get_dummy_slot_mappings(num_tokens)
+            return dummy
+        self.map_decode_slots(batch.num_reqs, num_tokens)
+        slots: torch.Tensor = self.block_tables.slot_mappings[:, :num_tokens]
+        return slots
+
+    def build_by_builders(self, batch: DraftBatch, run: GraphRun, step: int, slot_mappings: torch.Tensor) -> Any:
+        rows = run.descriptor.num_reqs or batch.num_reqs
+        return self._build(
+            rows,
+            run.num_tokens,
+            _decode_query_start_loc(batch.num_reqs, rows),
+            1,
+            slot_mappings,
+            self._length_bounds(batch, rows, step) if self._bound_lengths else None,
+        )
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
         live, source = batch.num_reqs, batch.source

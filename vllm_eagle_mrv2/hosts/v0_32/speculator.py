@@ -47,9 +47,10 @@ class _Host(FusedHost):
     def builders_refresh(self) -> bool:
         return self.supports_decode_metadata_update
 
-    def refresh_by_builders(self, num_reqs: int, attn_metadata: Any) -> None:
+    def refresh_by_builders(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         stock: Any = self
         stock._update_draft_decode_metadata(attn_metadata, num_reqs)
+        return attn_metadata
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         for groups in self.attn_groups:
