@@ -100,6 +100,17 @@ def test_a_job_of_many_words(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "times.jsonl").read_text() == "measured\nmeasured\n"
 
 
+def test_compiled_code_can_be_kept_for_the_next_call(tmp_path: Path) -> None:
+    python = 'case "$*" in *pip*) exit ;; esac\necho "$VLLM_CACHE_ROOT $TRITON_CACHE_DIR"'
+    jobs = ["0.26.0 --steps 3", "0.26.0 --steps 7"]
+    kept = f"{tmp_path}/kept/0.26.0"
+    assert machine_with(tmp_path, python, *jobs, EAGLE_MRV2_CACHES=f"{tmp_path}/kept").wait(60) == 0
+    assert (tmp_path / "out" / "times.jsonl").read_text() == f"{kept}/vllm {kept}/triton\n" * 2
+    (tmp_path / "site-0.26.0").rmdir()
+    assert machine_with(tmp_path, python, *jobs).wait(60) == 0
+    assert len(set((tmp_path / "out" / "times.jsonl").read_text().split())) == 4
+
+
 def test_parts_make_up_the_archives(tmp_path: Path) -> None:
     pack = ci_module("gpu_pack")
     archives = []
