@@ -44,6 +44,11 @@ PRODUCTS = {
     "8b down": (4096, 14336),
     "8b head of 32k": (32000, 4096),
 }
+BATCHES = {
+    f"{n} x {length}": [length] * n
+    for n, length in ((1, 200), (1, 4000), (1, 32_000), (8, 200), (8, 4000), (32, 200), (32, 4000), (64, 200))
+} | {f"{n} x 200 and 1 x 32000": [200] * n + [32_000] for n in (7, 31)}
+"""Lengths of the requests that attention is for."""
 PASSED_BY = 300e6  # bytes of data between two calls on the same, several times an L2 cache
 REPLAYS = 9
 
@@ -125,24 +130,25 @@ def attentions() -> Cases:
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     heads, kv_heads, page = 32, 8, 16
-    for width, (n, length) in product((64, 128), ((1, 200), (1, 4000), (8, 200), (32, 200), (32, 4000), (64, 200))):
-        pages = -(-length // page)
-        caches = copies_of(n * pages, 2, page, kv_heads, width)
-        table = torch.randperm(n * pages, device="cuda", dtype=torch.int32).view(n, pages)
-        query = torch.randn(n, heads, width, device="cuda", dtype=torch.bfloat16)
-        lengths = torch.full((n,), length, device="cuda", dtype=torch.int32)
-        starts = torch.arange(n + 1, device="cuda", dtype=torch.int32)
-        attention = SingleTokenAttention(n, heads, kv_heads, width, query.device)
+    for width, (name, of) in product((64, 128), BATCHES.items()):
+        pages = [-(-length // page) for length in of]
+        caches = copies_of(sum(pages), 2, page, kv_heads, width)
+        free = torch.randperm(sum(pages), device="cuda", dtype=torch.int32)
+        table = torch.nn.utils.rnn.pad_sequence(free.split(pages), batch_first=True)
+        query = torch.randn(len(of), heads, width, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.tensor(of, device="cuda", dtype=torch.int32)
+        starts = torch.arange(len(of) + 1, device="cuda", dtype=torch.int32)
+        attention = SingleTokenAttention(heads, kv_heads, width, query.device)
 
         def ours(cache: torch.Tensor, attention: Any = attention, of: tuple[Any, ...] = (query, table, lengths)) -> Any:
             return attention(of[0], *cache.unbind(1), *of[1:], of[0].shape[-1] ** -0.5, torch.empty_like(of[0]))
 
-        def theirs(cache: torch.Tensor, of: tuple[Any, ...] = (query, table, lengths, starts)) -> Any:
-            query, table, lengths, starts = of
+        def theirs(cache: torch.Tensor, of: tuple[Any, ...] = (query, table, lengths, starts, max(of))) -> Any:
+            query, table, lengths, starts, longest = of
             schedule = get_scheduler_metadata(
                 batch_size=len(query),
                 max_seqlen_q=1,
-                max_seqlen_k=4096,
+                max_seqlen_k=longest,
                 num_heads_q=heads,
                 num_heads_kv=kv_heads,
                 headdim=query.shape[-1],
@@ -162,7 +168,7 @@ def attentions() -> Cases:
                 cu_seqlens_q=starts,
                 max_seqlen_q=1,
                 seqused_k=lengths,
-                max_seqlen_k=4096,
+                max_seqlen_k=longest,
                 softmax_scale=query.shape[-1] ** -0.5,
                 causal=True,
                 block_table=table,
@@ -171,9 +177,13 @@ def attentions() -> Cases:
                 num_splits=32,
             )
 
-        size = n * length * 2 * kv_heads * width * 2
-        name = f"{n} x {length}, heads of {width}"
-        yield name, [partial(ours, cache) for cache in caches], [partial(theirs, cache) for cache in caches], size
+        size = sum(of) * 2 * kv_heads * width * 2
+        yield (
+            f"{name}, heads of {width}",
+            [partial(ours, cache) for cache in caches],
+            [partial(theirs, cache) for cache in caches],
+            size,
+        )
 
 
 KERNELS: dict[str, Callable[[], Cases]] = {

@@ -105,7 +105,7 @@ def call_every_kernel() -> None:
                 cache = torch.randn(4, 2, 512, 2, width, device=DEVICE).to(dtype)
                 query, table = cache[0, 0, :2, :, :].repeat(1, 3, 1), torch.arange(4, dtype=torch.int32, device=DEVICE)
                 lengths = torch.tensor([1024, 0], dtype=torch.int32, device=DEVICE)
-                attention = SingleTokenAttention(2, 6, 2, width, torch.device(DEVICE))
+                attention = SingleTokenAttention(6, 2, width, torch.device(DEVICE))
                 attention(query, *cache.unbind(1), table.view(2, 2), lengths, 0.1, torch.empty_like(query))
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
         for kept, flag, times in itertools.product(

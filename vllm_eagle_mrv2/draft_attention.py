@@ -32,7 +32,7 @@ class DecodeMetadata:
     causal: bool = True
 
 
-def install(draft: torch.nn.Module, target: torch.nn.Module, max_num_reqs: int) -> bool:
+def install(draft: torch.nn.Module, target: torch.nn.Module) -> bool:
     """Have a draft's plain FlashAttention and FlashInfer layers attend so where a batch has one token a request.
 
     FlashInfer's do so for `DecodeMetadata` alone: its builder's says nothing of lengths and blocks.
@@ -40,7 +40,6 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, max_num_reqs: int) 
     Args:
         draft: loaded.
         target: the target model, whose layers stay as they are.
-        max_num_reqs: the most requests of a batch.
 
     Returns:
         whether these are all attention layers of the draft, so that `DecodeMetadata` is all that draft decodes need.
@@ -50,7 +49,7 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, max_num_reqs: int) 
     kernels: dict[tuple[int, ...], SingleTokenAttention] = {}
     plain = [layer for layer in layers if _is_plain(layer.impl)]
     for layer in plain:
-        _attend_by_ours(layer.impl, kernels, max_num_reqs)
+        _attend_by_ours(layer.impl, kernels)
     return len(plain) == len(layers) > 0
 
 
@@ -75,7 +74,7 @@ def _name(impl: Any) -> str:
     return f"{type(impl).__module__}.{type(impl).__qualname__}"
 
 
-def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention], max_num_reqs: int) -> None:
+def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention]) -> None:
     stock_forward = impl.forward
     shape = (impl.num_heads, impl.num_kv_heads, impl.head_size)
 
@@ -93,7 +92,7 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
         if attn_metadata is None:
             # The profile run.  What is made while weights are loaded goes with them when vLLM sleeps.
             if shape not in kernels:
-                kernels[shape] = SingleTokenAttention(max_num_reqs, *shape, query.device)
+                kernels[shape] = SingleTokenAttention(*shape, query.device)
         elif _is_for_us(attn_metadata, query) and not any(each is not None for each in (*args, *kwargs.values())):
             num_reqs = attn_metadata.num_actual_tokens
             key_cache, value_cache = _caches(kv_cache, impl)

@@ -87,7 +87,7 @@ def own_metadata() -> DecodeMetadata:
 def test_one_token_a_request(form: str, of_batch: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_attention, "_two_come_first", lambda: form == "two first")
     layer = Layer()
-    assert draft_attention.install(nn.ModuleList([layer]), nn.Module(), 4)
+    assert draft_attention.install(nn.ModuleList([layer]), nn.Module())
     output, expected = attend(layer, form, of_batch())
     torch.testing.assert_close(output[:3].float(), expected, rtol=0.01, atol=0.01)
     assert not output[3:].any()
@@ -98,11 +98,11 @@ def test_scratch_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(draft_attention, "SingleTokenAttention", lambda *shape: made.append(shape))
     layers = [Layer(), Layer()]
-    draft_attention.install(nn.ModuleList(layers), nn.Module(), 4)
+    draft_attention.install(nn.ModuleList(layers), nn.Module())
     query = torch.zeros(4, HEADS, WIDTH, dtype=torch.float16, device=DEVICE)
     for layer in layers * 2:
         layer.impl.forward(layer, query, None, None, None, None, query.clone())
-    assert made == [(4, HEADS, KV_HEADS, WIDTH, query.device)]
+    assert made == [(HEADS, KV_HEADS, WIDTH, query.device)]
 
 
 @pytest.mark.parametrize("form", ["blocks first", "one row"])
@@ -113,7 +113,7 @@ def test_flashinfer(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_attention, "_two_come_first", lambda: True)
     monkeypatch.delattr(Impl, "attn_type")
     layer = Layer()
-    assert draft_attention.install(nn.ModuleList([layer]), nn.Module(), 4)
+    assert draft_attention.install(nn.ModuleList([layer]), nn.Module())
     output, expected = attend(layer, form, own_metadata())
     torch.testing.assert_close(output[:3].float(), expected, rtol=0.01, atol=0.01)
     output, _ = attend(layer, form, SimpleNamespace(num_actual_tokens=3, num_decodes=3))
@@ -125,7 +125,7 @@ def test_flashinfer(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_other_batches_are_stocks(other: dict[str, Any]) -> None:
     layer = Layer()
-    draft_attention.install(nn.ModuleList([layer]), nn.Module(), 4)
+    draft_attention.install(nn.ModuleList([layer]), nn.Module())
     output, _ = attend(layer, "two first", metadata(**other))
     assert (output == 7).all()
 
@@ -146,10 +146,10 @@ def test_other_batches_are_stocks(other: dict[str, Any]) -> None:
     ids=lambda other: next(iter(other)),
 )
 def test_layers_with_more_to_them_are_stocks(other: dict[str, Any]) -> None:
-    assert not draft_attention.install(nn.ModuleList([Layer(), Layer(**other)]), nn.Module(), 4)
+    assert not draft_attention.install(nn.ModuleList([Layer(), Layer(**other)]), nn.Module())
 
 
 def test_the_targets_layers_stay() -> None:
     layer = Layer()
-    assert not draft_attention.install(nn.ModuleList([layer]), nn.ModuleList([layer]), 4)
+    assert not draft_attention.install(nn.ModuleList([layer]), nn.ModuleList([layer]))
     assert "forward" not in vars(layer.impl)

@@ -18,7 +18,9 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 LENGTHS = [1, 2, 63, 64, 65, 128, 255, 256, 257, 300, 512, 513, 700]
 
 
-def attend(lengths: list[int], heads: int, kv_heads: int, width: int, block_size: int, times: int = 1) -> None:
+def attend(
+    lengths: list[int], heads: int, kv_heads: int, width: int, block_size: int, times: int = 1
+) -> SingleTokenAttention:
     n, most = len(lengths), -(-max(*lengths, 1) // block_size)
     generator = torch.Generator().manual_seed(sum(lengths) + heads)
 
@@ -35,13 +37,14 @@ def attend(lengths: list[int], heads: int, kv_heads: int, width: int, block_size
     for request, length in enumerate(lengths):
         if length % block_size:
             cache[table[request, length // block_size].long(), :, length % block_size :] = torch.nan
-    attention = SingleTokenAttention(n, heads, kv_heads, width, DEVICE)
+    attention = SingleTokenAttention(heads, kv_heads, width, DEVICE)
     expected = single_token_attention_reference(query, cache[:, 0], cache[:, 1], table, seq_lens, width**-0.5)
     for _ in range(times):
         out = torch.full((n, heads, width), torch.nan, device=DEVICE, dtype=DTYPE)
         attention(query, cache[:, 0], cache[:, 1], table, seq_lens, width**-0.5, out)
         torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=0.01)
     assert not attention._arrived.any()
+    return attention
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -65,20 +68,39 @@ def test_again_with_the_same_scratch_memory() -> None:
     attend([600, 257], 4, 1, 64, 16, times=3)
 
 
+@pytest.mark.parametrize("lanes", [2, 128])
+@pytest.mark.parametrize(
+    "lengths", [[1], [700], [5, 2000, 7, 0, 40], [700, 1, 900], [1000, 1000, 1000], [0, 0, 513], [383] * 5, [385] * 5]
+)
+def test_programs_go_where_the_tokens_are(lengths: list[int], lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long request among short ones is split as if it were alone."""
+    monkeypatch.setattr(single_token_attention, "_LANES", lanes)
+    monkeypatch.setattr(single_token_attention, "_PROGRAMS", 16)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **where: torch.full(shape, torch.nan, **where))
+    attention = attend(lengths, 4, 2, 64, 16, times=2)
+    parts = attention._partial.view(2, 8, 2, -1)  # further ones and first ones, of two heads
+    further, first = (parts.isfinite().any(-1).sum(1)).tolist()
+    limit = -(-max(256, -(-sum(lengths) // 8)) // 256) * 256
+    expected = [max(1, round(length / limit)) for length in lengths]
+    assert further == [sum(splits - 1 for splits in expected)] * 2
+    assert first == [sum(splits > 1 for splits in expected)] * 2
+    assert sum(expected) <= len(lengths) + 7
+
+
 def test_one_variant_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another would be compiled in the middle of serving, or for each size of a graph."""
     launched = []
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **constants: launched.append((grid[2], constants))
+            return lambda *args, **constants: launched.append((grid, constants))
 
     monkeypatch.setattr(single_token_attention, "_single_token_attention_kernel", Kernel())
-    attention = SingleTokenAttention(40, 32, 8, 64, DEVICE)
+    attention = SingleTokenAttention(32, 8, 64, DEVICE)
     cache, some = torch.empty(1, 16, 8, 64, device=DEVICE), torch.empty(40, 32, 64, device=DEVICE)
     for n in (1, 2, 5, 40):
         attention(some[:n], cache, cache, some[:n, 0], some[:n, 0, 0], 1.0, some[:n])
-    assert len({splits for splits, _ in launched}) == 4
+    assert [programs for (_, programs), _ in launched] == [33, 34, 37, 72]
     assert all(constants == launched[0][1] for _, constants in launched)
 
 
@@ -87,3 +109,10 @@ def test_one_variant_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("width", [64, 128])
 def test_a_draft_of_a_served_model(n: int, length: int, width: int) -> None:
     attend([max(1, length - i) for i in range(n)], 32, 8, width, 16, times=2)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes in the interpreter")
+@pytest.mark.parametrize("n", [2, 40, 300])
+@pytest.mark.parametrize("width", [64, 128])
+def test_long_requests_among_short_ones(n: int, width: int) -> None:
+    attend([20_000 if i % 130 == 1 else (i * 37) % 400 for i in range(n)], 32, 8, width, 16, times=2)

@@ -109,7 +109,7 @@ class StockHost(DraftGraphs):
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
             row_products.install(self.model, target_model, self._draft_logits)
         if self.options.enabled(Behaviour.SINGLE_TOKEN_ATTENTION):
-            self._attends_by_ours = draft_attention.install(self.model, target_model, self.max_num_reqs)
+            self._attends_by_ours = draft_attention.install(self.model, target_model)
         if self.request.draft_tokens is not None:
             from vllm_eagle_mrv2.hosts import weight_updates
 

@@ -8,9 +8,11 @@ import triton.language as tl
 
 from vllm_eagle_mrv2.kernels.shared_memory import stages
 
-_LEAST_SPLIT = 256  # tokens; a second program for less costs more than it saves
+_LEAST_SPLIT = 256  # tokens, a multiple of every tile; a second program for less costs more than it saves
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _LEAST_ROWS = 16  # of a matrix instruction
+_LANES = 32  # requests whose lengths are read at a time
+_UNROLL = 4  # splits that are on their way at a time when they are put together
 
 
 def _tile(width: int) -> tuple[int, int, int]:
@@ -20,8 +22,66 @@ def _tile(width: int) -> tuple[int, int, int]:
     return (128, 3, 4) if width <= 128 else (64, 2, 4)
 
 
+@triton.jit
+def _lengths(seq_lens_ptr, first, num_reqs, LANES: tl.constexpr):
+    """Lengths of the next requests; behind the last, requests of one token."""
+    request = first + tl.arange(0, LANES)
+    return tl.load(seq_lens_ptr + request, mask=request < num_reqs, other=1)
+
+
+@triton.jit
+def _limit(
+    seq_lens_ptr, num_reqs, SPREAD: tl.constexpr, LEAST_SPLIT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
+):
+    """About how many tokens a split gets: an even part of the batch's, if that is worth a program."""
+    if num_reqs == 1:
+        total = tl.load(seq_lens_ptr)
+    else:
+        lengths = tl.zeros([LANES], tl.int32)
+        for first in range(0, num_reqs, LANES):
+            lengths += _lengths(seq_lens_ptr, first, num_reqs, LANES)
+        total = tl.sum(lengths)
+    return tl.cdiv(tl.maximum(tl.cdiv(total, SPREAD), LEAST_SPLIT), TILE) * TILE
+
+
+@triton.jit
+def _share(length, limit, TILE: tl.constexpr):
+    """Tokens in each split of a request: about the same in all, and no second one for less than half a limit."""
+    length = tl.maximum(length, 1)
+    splits = tl.maximum((length + limit // 2) // limit, 1)
+    return tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
+
+
+@triton.jit
+def _further(length, limit, TILE: tl.constexpr):
+    """How many splits a request has beside its first."""
+    length = tl.maximum(length, 1)
+    return tl.cdiv(length, _share(length, limit, TILE)) - 1
+
+
+@triton.jit
+def _further_before(seq_lens_ptr, request, limit, TILE: tl.constexpr, LANES: tl.constexpr):
+    """How many splits the requests before this one have beside their first."""
+    count = tl.zeros([LANES], tl.int32)
+    for first in range(0, request, LANES):
+        count += _further(_lengths(seq_lens_ptr, first, request, LANES), limit, TILE)
+    return tl.sum(count)
+
+
+@triton.jit
+def _request_of(further, seq_lens_ptr, num_reqs, limit, TILE: tl.constexpr, LANES: tl.constexpr):
+    """Whose split it is, by its number among those that are not the first; `num_reqs` if nobody's among several."""
+    request, seen = 0, 0
+    if num_reqs > 1:
+        for first in range(0, num_reqs, LANES):
+            counts = _further(_lengths(seq_lens_ptr, first, num_reqs, LANES), limit, TILE)
+            request += tl.sum((seen + tl.cumsum(counts) <= further).to(tl.int32))
+            seen += tl.sum(counts)
+    return tl.minimum(request, num_reqs)
+
+
 # Batch sizes vary: a variant per value would be compiled in the middle of serving.
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_reqs"])
 def _single_token_attention_kernel(
     query_ptr,
     query_stride,
@@ -35,6 +95,7 @@ def _single_token_attention_kernel(
     table_ptr,
     table_stride,
     seq_lens_ptr,
+    num_reqs,
     partial_ptr,
     arrived_ptr,
     scale,
@@ -43,30 +104,43 @@ def _single_token_attention_kernel(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    SPREAD: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
+    LANES: tl.constexpr,
+    UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    request = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    head = tl.program_id(0)
+    # A first split for each request, then SPREAD - 1 further ones for whoever is worth more.
+    request = tl.program_id(1)
+    further = request - num_reqs
+    limit = LEAST_SPLIT
+    if further >= 0:
+        limit = _limit(seq_lens_ptr, num_reqs, SPREAD, LEAST_SPLIT, TILE, LANES)
+        request = _request_of(further, seq_lens_ptr, num_reqs, limit, TILE, LANES)
+    if request == num_reqs:
+        return
+    length = tl.load(seq_lens_ptr + request)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     mine = row < GROUP
-    out = out_ptr + request * out_stride + (head * GROUP + row[:, None]) * WIDTH + column[None, :]
-    length = tl.load(seq_lens_ptr + request)
+    out = out_ptr + request.to(tl.int64) * out_stride + (head * GROUP + row[:, None]) * WIDTH + column[None, :]
     if length == 0:
         # Padding: nobody reads it, but a layer that mixes rows must not meet what lies there.
-        tl.store(out, tl.zeros([ROWS, WIDTH], out_ptr.dtype.element_ty), mask=mine[:, None] & (split == 0))
+        tl.store(out, tl.zeros([ROWS, WIDTH], out_ptr.dtype.element_ty), mask=mine[:, None])
         return
-    # As many splits as the request's own length is worth, whatever the graph was captured for.
-    most = tl.num_programs(2)
-    splits = tl.minimum(tl.cdiv(length, LEAST_SPLIT), most)
-    share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
+    before = 0
+    if 2 * length >= 3 * LEAST_SPLIT:
+        if further < 0:
+            limit = _limit(seq_lens_ptr, num_reqs, SPREAD, LEAST_SPLIT, TILE, LANES)
+        before = _further_before(seq_lens_ptr, request, limit, TILE, LANES)
+    split = tl.maximum(further - before + 1, 0)
+    share = _share(length, limit, TILE)
     splits = tl.cdiv(length, share)
     if split >= splits:
-        return
+        return  # nobody's, where a lone request was not searched for
     query = tl.load(
-        query_ptr + request * query_stride + (head * GROUP + row[:, None]) * WIDTH + column[None, :],
+        query_ptr + request.to(tl.int64) * query_stride + (head * GROUP + row[:, None]) * WIDTH + column[None, :],
         mask=mine[:, None],
         other=0.0,
     )
@@ -77,7 +151,9 @@ def _single_token_attention_kernel(
     for start in tl.range(split * share, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         live = token < end
-        block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        block = tl.load(table_ptr + request.to(tl.int64) * table_stride + token // BLOCK_SIZE, mask=live, other=0).to(
+            tl.int64
+        )
         place = block * cache_stride_block + (token % BLOCK_SIZE) * cache_stride_slot + head * cache_stride_head
         keys = tl.load(key_cache_ptr + place[:, None] + column[None, :], mask=live[:, None], other=0.0)
         values = tl.load(value_cache_ptr + place[:, None] + column[None, :], mask=live[:, None], other=0.0)
@@ -91,21 +167,22 @@ def _single_token_attention_kernel(
     if splits == 1:
         tl.store(out, (summed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine[:, None])
         return
-    # The last to arrive puts the splits together.
-    group = request * tl.num_programs(1) + head
-    parts = partial_ptr + group * most * (ROWS * (WIDTH + 2))
-    part = parts + split * (ROWS * (WIDTH + 2)) + row * (WIDTH + 2)
+    # The last to arrive puts the splits together: further ones lie in their order, the first behind all of those.
+    parts = partial_ptr + head * (ROWS * (WIDTH + 2)) + row * (WIDTH + 2)
+    stride = tl.num_programs(0) * (ROWS * (WIDTH + 2))
+    part = parts + tl.where(split == 0, SPREAD + before, before + split - 1) * stride
     tl.store(part[:, None] + column[None, :], summed)
     tl.store(part + WIDTH, highest)
     tl.store(part + WIDTH + 1, total)
     tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + group, 1, sem="acq_rel") != splits - 1:
+    arrived = arrived_ptr + before * tl.num_programs(0) + head
+    if tl.atomic_add(arrived, 1, sem="acq_rel") != splits - 1:
         return
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
-    for other in range(splits):
-        part = parts + other * (ROWS * (WIDTH + 2)) + row * (WIDTH + 2)
+    for other in tl.range(0, splits, loop_unroll_factor=UNROLL):
+        part = parts + tl.where(other == 0, SPREAD + before, before + other - 1) * stride
         theirs = tl.load(part + WIDTH, cache_modifier=".cg")
         higher = tl.maximum(highest, theirs)
         faded, kept = tl.exp(highest - higher), tl.exp(theirs - higher)
@@ -114,36 +191,32 @@ def _single_token_attention_kernel(
         summed = summed * faded[:, None] + numbers * kept[:, None]
         highest = higher
     tl.store(out, (summed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine[:, None])
-    tl.store(arrived_ptr + group, 0)
+    tl.store(arrived, 0)
 
 
 class SingleTokenAttention:
     """Attention with the scratch memory that its splits meet in.
 
-    Splits follow the length of each request on the device (what FlashAttention's schedule does with a kernel before and
-    one behind it), and the last of them puts the results together.
+    Requests are split by their lengths on the device, so that programs go where the batch's tokens are; FlashAttention
+    has a kernel before for that, and one behind.  The last of a request's splits puts its results together.
 
     Args:
-        max_num_reqs: R.
         num_heads: of the queries.
         num_kv_heads: of keys and values.
         width: of a head, a power of two of at least 16.
         device: of everything.
     """
 
-    def __init__(self, max_num_reqs: int, num_heads: int, num_kv_heads: int, width: int, device: torch.device) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, width: int, device: torch.device) -> None:
         self.num_kv_heads, self.width = num_kv_heads, width
         self.group = num_heads // num_kv_heads
         self.rows = max(_LEAST_ROWS, triton.next_power_of_2(self.group))
         self._tile, wanted, self._warps = _tile(width)
         self._stages = stages(wanted, 2 * self._tile * width * 2, device)  # keys and values in 16 bit
-        # More requests have fewer splits each, and with one there is nothing to put together.
-        most = max(n * s if (s := self._splits(n)) > 1 else 0 for n in range(1, max_num_reqs + 1))
-        self._partial = torch.empty(most * num_kv_heads * self.rows * (width + 2), device=device)
-        self._arrived = torch.zeros(max_num_reqs * num_kv_heads, dtype=torch.int32, device=device)
-
-    def _splits(self, num_reqs: int) -> int:
-        return max(1, _PROGRAMS // (num_reqs * self.num_kv_heads))
+        # All splits beside the first ones are fewer than this, and so are the requests that have any.
+        self._spread = max(1, _PROGRAMS // num_kv_heads)
+        self._partial = torch.empty(2 * self._spread * num_kv_heads * self.rows * (width + 2), device=device)
+        self._arrived = torch.zeros(self._spread * num_kv_heads, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -167,7 +240,7 @@ class SingleTokenAttention:
             out: [n, heads, D], written.
         """
         num_reqs = query.shape[0]
-        _single_token_attention_kernel[(num_reqs, self.num_kv_heads, self._splits(num_reqs))](
+        _single_token_attention_kernel[(self.num_kv_heads, num_reqs + self._spread - 1)](
             query,
             query.stride(0),
             out,
@@ -178,6 +251,7 @@ class SingleTokenAttention:
             block_table,
             block_table.stride(0),
             seq_lens,
+            num_reqs,
             self._partial,
             self._arrived,
             scale,
@@ -186,7 +260,10 @@ class SingleTokenAttention:
             WIDTH=self.width,
             BLOCK_SIZE=key_cache.shape[1],
             TILE=self._tile,
+            SPREAD=self._spread,
             LEAST_SPLIT=_LEAST_SPLIT,
+            LANES=_LANES,
+            UNROLL=_UNROLL,
             STAGES=self._stages,
             num_warps=self._warps,
         )
