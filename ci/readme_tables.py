@@ -77,6 +77,7 @@ class Iteration(Strict):
     rounds: int | None = None
     setting: str = ""
     without: tuple[str, ...] = ()
+    commit: str = ""
 
     @property
     def case(self) -> str:

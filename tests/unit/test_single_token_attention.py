@@ -21,16 +21,17 @@ LENGTHS = [1, 2, 63, 64, 65, 128, 255, 256, 257, 300, 512, 513, 700]
 def attend(
     lengths: list[int], heads: int, kv_heads: int, width: int, block_size: int, times: int = 1
 ) -> SingleTokenAttention:
-    n, most = len(lengths), -(-max(*lengths, 1) // block_size)
+    n, pages = len(lengths), [-(-length // block_size) for length in lengths]
     generator = torch.Generator().manual_seed(sum(lengths) + heads)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(DEVICE, DTYPE)
 
-    blocks = n * most + 3
+    blocks = sum(pages) + 3
     # Keys and values of a layer lie in one tensor, and heads behind each other in a projection's row.
     cache = random(blocks, 2, block_size, kv_heads, width)
-    table = torch.randperm(blocks, generator=generator)[: n * most].view(n, most).to(DEVICE, torch.int32)
+    used = torch.randperm(blocks, generator=generator)[: sum(pages)].to(DEVICE, torch.int32)
+    table = torch.nn.utils.rnn.pad_sequence(used.split(pages), batch_first=True)
     query = random(n, (heads + 2 * kv_heads) * width)[:, : heads * width].unflatten(-1, (-1, width))
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     # Behind the last token lies what nobody may read.
