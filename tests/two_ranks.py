@@ -32,9 +32,8 @@ def _watch(worker: Any) -> None:
     speculator.sample, group.all_gather = sampled, gathered
 
 
-def _exchanged(worker: Any) -> set[Any]:
-    seen: set[Any] = worker.model_runner.speculator.exchanged
-    return seen
+def _exchanged(worker: Any) -> list[Any]:
+    return list(worker.model_runner.speculator.exchanged)  # a set does not come through from another process
 
 
 def drafts_on_two_ranks(
@@ -49,4 +48,5 @@ def drafts_on_two_ranks(
         llm.collective_rpc(_watch)
         acceptance = Acceptance(llm)
         tokens = greedy(llm, prompts, max_tokens)
-        return tokens, acceptance.by_position, llm.collective_rpc(_exchanged)
+        exchanged = [set(map(tuple, of_rank)) for of_rank in llm.collective_rpc(_exchanged)]
+        return tokens, acceptance.by_position, exchanged

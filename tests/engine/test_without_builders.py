@@ -40,7 +40,7 @@ def layers_that_need_no_builder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Builder, "__init__", making)
 
-    def attend(impl: Any, kernels: Any, max_num_reqs: int) -> None:
+    def attend(impl: Any, kernels: Any) -> None:
         stock = impl.forward
 
         def forward(

@@ -21,8 +21,8 @@ PROMPTS = held_out_prompts(8)
 def _engines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine in a process of its own, and its ranks too.
 
-    In this one, vLLM collects the message queues of an engine before, and pyzmq waits without end for what they have not
-    sent. A forked rank could not use CUDA, as this process has asked how many GPUs there are.
+    In this one, vLLM collects the message queues of the engine before, and pyzmq waits without end for what they have
+    not sent. A forked rank could not use CUDA, as this process has asked how many GPUs there are.
     """
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for the functions that ranks are given

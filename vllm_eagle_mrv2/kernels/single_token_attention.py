@@ -144,6 +144,7 @@ def _single_token_attention_kernel(
         mask=mine[:, None],
         other=0.0,
     )
+    table = table_ptr + request.to(tl.int64) * table_stride
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -151,9 +152,7 @@ def _single_token_attention_kernel(
     for start in tl.range(split * share, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         live = token < end
-        block = tl.load(table_ptr + request.to(tl.int64) * table_stride + token // BLOCK_SIZE, mask=live, other=0).to(
-            tl.int64
-        )
+        block = tl.load(table + token // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         place = block * cache_stride_block + (token % BLOCK_SIZE) * cache_stride_slot + head * cache_stride_head
         keys = tl.load(key_cache_ptr + place[:, None] + column[None, :], mask=live[:, None], other=0.0)
         values = tl.load(value_cache_ptr + place[:, None] + column[None, :], mask=live[:, None], other=0.0)
