@@ -19,7 +19,7 @@ import ast
 import functools
 import importlib
 import inspect
-import textwrap
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -114,7 +114,7 @@ def describe_installed(symbol: Symbol) -> Entry:
     for part in path:
         owner = _member(owner, part, symbol.module)
     if isinstance(owner, type) and not hasattr(owner, last):
-        if last in _declared_names(owner):
+        if _declares(owner, last):
             return {"kind": "attribute"}
         raise LookupError(f"{owner.__qualname__} has no attribute {last}")
     return _describe(owner, last, _member(owner, last, symbol.module))
@@ -197,22 +197,24 @@ def _annotated_fields(cls: type) -> list[str]:
     return list(names)
 
 
-def _declared_names(cls: type) -> set[str]:
-    """Names that instances have although the class object has not: bare annotations and assignments to ``self``."""
-    names = set(_annotated_fields(cls))
-    for base in cls.__mro__:
-        if base is not object:
-            names |= _assigned_in_source(base)
-    return names
+def _declares(cls: type, name: str) -> bool:
+    """Whether instances have a name that the class object has not: a bare annotation, or an assignment to ``self``."""
+    return name in _annotated_fields(cls) or any(name in _assigned_in_source(base) for base in cls.__mro__)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _assigned_in_source(cls: type) -> frozenset[str]:
+    classes = (node for node in ast.walk(_source_tree(cls.__module__)) if isinstance(node, ast.ClassDef))
+    return frozenset(name for node in classes if node.name == cls.__name__ for name in assigned_on_self(node))
+
+
+@functools.cache
+def _source_tree(module: str) -> ast.AST:
+    # Of a module, since inspect finds a class by parsing all of its module: every start would wait for that.
     try:
-        source = textwrap.dedent(inspect.getsource(cls))
-        return frozenset(assigned_on_self(ast.parse(source)))
-    except (OSError, TypeError, SyntaxError):  # built in, or made without source
-        return frozenset()
+        return ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):  # built in, or made without source
+        return ast.Module([], [])
 
 
 def _compare(symbol: Symbol, entry: Entry) -> Finding:
