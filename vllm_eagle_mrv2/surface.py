@@ -204,17 +204,31 @@ def _declares(cls: type, name: str) -> bool:
 
 @functools.cache
 def _assigned_in_source(cls: type) -> frozenset[str]:
-    classes = (node for node in ast.walk(_source_tree(cls.__module__)) if isinstance(node, ast.ClassDef))
-    return frozenset(name for node in classes if node.name == cls.__name__ for name in assigned_on_self(node))
+    node = _classes_in_source(sys.modules.get(cls.__module__)).get(cls.__qualname__)
+    return frozenset() if node is None else frozenset(assigned_on_self(node))
 
 
 @functools.cache
-def _source_tree(module: str) -> ast.AST:
-    # Of a module, since inspect finds a class by parsing all of its module: every start would wait for that.
+def _classes_in_source(module: ModuleType | None) -> Mapping[str, ast.ClassDef]:
+    """All classes of a module, by qualified name.
+
+    inspect parses the whole module for each class that it is asked for, and every start would wait for that.
+    """
     try:
-        return ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError, SyntaxError):  # built in, or made without source
-        return ast.Module([], [])
+        return dict(_classes(ast.parse(inspect.getsource(module))))  # type: ignore[arg-type]
+    except (OSError, TypeError, SyntaxError):  # built in, or made without source
+        return {}
+
+
+def _classes(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.ClassDef]]:
+    for child in ast.iter_child_nodes(node):
+        inner = prefix
+        if isinstance(child, ast.ClassDef):
+            yield prefix + child.name, child
+            inner += f"{child.name}."
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner += f"{child.name}.<locals>."
+        yield from _classes(child, inner)
 
 
 def _compare(symbol: Symbol, entry: Entry) -> Finding:

@@ -188,6 +188,13 @@ def test_a_kernel_object_has_the_parameters_of_its_function(subject: Path) -> No
     assert check_installed([Symbol(LEAF, "sample", ("logits", "idx"))])[0].ok
 
 
+def test_another_class_of_that_name_does_not_count(subject: Path) -> None:
+    inner = "class Outer:\n    class Worker:\n        def __init__(self): self.device = 1\n"
+    (subject / "surface_subject" / "twice.py").write_text(f"{inner}class Worker: ...\n")
+    assert check_installed([Symbol("surface_subject.twice", "Outer.Worker.device")])[0].ok
+    assert check_installed([Symbol("surface_subject.twice", "Worker.device")])[0].status == "missing"
+
+
 def test_a_module_that_fails_to_import_is_missing_with_the_reason(subject: Path) -> None:
     (subject / "surface_subject" / "broken.py").write_text("raise OSError('libcuda.so.1: no such file')\n")
     (finding,) = check_installed([Symbol("surface_subject.broken", "anything")])
