@@ -69,9 +69,27 @@ def test_again_with_the_same_scratch_memory() -> None:
     attend([600, 257], 4, 1, 64, 16, times=3)
 
 
+def _splits(length: int, limit: int, tile: int = 256) -> int:
+    tokens = -(-length // max(1, round(length / limit)))
+    return max(1, -(-length // max(tile, -(-tokens // tile) * tile)))
+
+
 @pytest.mark.parametrize("lanes", [2, 128])
 @pytest.mark.parametrize(
-    "lengths", [[1], [700], [5, 2000, 7, 0, 40], [700, 1, 900], [1000, 1000, 1000], [0, 0, 513], [383] * 5, [385] * 5]
+    "lengths",
+    [
+        [1],
+        [700],
+        [2500],
+        [5, 2000, 7, 0, 40],
+        [300, 1400],
+        [700, 1, 900],
+        [1000, 1000, 1000],
+        [0, 0, 513],
+        [383] * 5,
+        [385] * 5,
+    ],
+    ids=str,
 )
 def test_programs_go_where_the_tokens_are(lengths: list[int], lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long request among short ones is split as if it were alone."""
@@ -82,7 +100,7 @@ def test_programs_go_where_the_tokens_are(lengths: list[int], lanes: int, monkey
     parts = attention._partial.view(2, 8, 2, -1)  # further ones and first ones, of two heads
     further, first = (parts.isfinite().any(-1).sum(1)).tolist()
     limit = -(-max(256, -(-sum(lengths) // 8)) // 256) * 256
-    expected = [max(1, round(length / limit)) for length in lengths]
+    expected = [_splits(length, limit) for length in lengths]
     assert further == [sum(splits - 1 for splits in expected)] * 2
     assert first == [sum(splits > 1 for splits in expected)] * 2
     assert sum(expected) <= len(lengths) + 7
