@@ -9,8 +9,9 @@ but for the NVIDIA libraries.  ``--with-torch`` is for releases that need anothe
 triton, torchvision and NCCL as the release asks for them, and all else that it needs, lie in its own folder then.
 
 OUT gets part-1, part-2 ..., folders of at most ``--part-mb`` each, to be carried over and put into one folder there;
-``bash unpack.sh ROOT`` in it then makes ROOT/site-X.Y.Z and ROOT/site-deps.  Device code that is not for ``--sm`` is
-blanked before it is compressed; what is packed runs on that GPU alone.  Needs tar, xz and strip.
+``bash unpack.sh ROOT`` in it then makes ROOT/site-X.Y.Z and ROOT/site-deps, and ``bash unpack.sh ROOT deps X.Y.Z`` only
+those, as soon as their parts are there: ``deps`` comes first, then the releases as they are named.  Device code that is
+not for ``--sm`` is blanked before it is compressed; what is packed runs on that GPU alone.  Needs tar, xz and strip.
 """
 
 from __future__ import annotations
@@ -49,11 +50,16 @@ ENTRY = struct.Struct("<HHIQ")  # kind, attributes, size of the header, size of 
 FATBIN_MAGIC, ARCHITECTURE_AT = struct.pack("<I", 0xBA55ED50), 28
 
 UNPACK = """set -euo pipefail
-mkdir -p "$1"
-for first in *.tar.xz.000; do
-  (cat "${first%.000}".* | xz -dc -T8 | tar x -C "$1") &
+root=$1
+shift
+mkdir -p "$root"
+[[ $# -gt 0 ]] || set -- $(ls | sed -n 's/^site-\\(.*\\)\\.tar\\.xz\\.000$/\\1/p')
+jobs=()
+for site; do
+  cat "site-$site".tar.xz.* | xz -dc -T8 | tar x -C "$root" &
+  jobs+=($!)
 done
-wait
+for job in "${jobs[@]}"; do wait "$job"; done
 """
 
 
@@ -165,7 +171,7 @@ def split(archives: list[Path], out: Path, limit: int) -> int:
                     break
                 (out / f"part-{part}" / f"{archive.name}.{index:03d}").write_bytes(chunk)
                 room -= len(chunk)
-    (out / f"part-{part}" / "unpack.sh").write_text(UNPACK)
+    (out / "part-1" / "unpack.sh").write_text(UNPACK)
     return part
 
 
@@ -200,7 +206,7 @@ def main() -> None:
             shared |= {name: pin for name, pin in found.items() if name not in shared}
         sites[f"site-{release}"] = [f"{name}=={pin}" for name, pin in own.items()]
     if shared:
-        sites["site-deps"] = [f"{name}=={pin}" for name, pin in sorted(shared.items())]
+        sites = {"site-deps": [f"{name}=={pin}" for name, pin in sorted(shared.items())]} | sites
 
     archives = []
     with tempfile.TemporaryDirectory() as folder:
