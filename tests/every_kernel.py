@@ -18,12 +18,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.buffers import SlotTable
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
-from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_queued_prefill_inputs
 from vllm_eagle_mrv2.kernels.row_product import row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
@@ -73,6 +74,18 @@ def call_every_kernel() -> None:
                 pad_last_token_indices=pad,
                 pad_idx_mapping=pad,
             )
+            for filters in (True, False):
+                queue = BatchQueue(torch.device(DEVICE), filters=filters)
+                batch = target_batch([4, 4])
+                queue.put(batch)
+                prepare_queued_prefill_inputs(
+                    poisoned(8, 64),
+                    queue,
+                    3,
+                    sample_offset=offset,
+                    pad_last_token_indices=pad,
+                    pad_idx_mapping=pad,
+                )
     mapping = torch.tensor([5, -1, 2], dtype=torch.int32, device=DEVICE)
     states = torch.full((8,), 0.5, device=DEVICE)
     for dtype in (torch.bfloat16, torch.float32):
@@ -85,7 +98,8 @@ def call_every_kernel() -> None:
             for offset in (0, 1):
                 buffers.last_token_indices.zero_()
                 buffers.live_reqs.fill_(2)
-                prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, sample_offset=offset)
+                for moved_on in (None, BatchQueue(torch.device(DEVICE), filters=False)):
+                    prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, sample_offset=offset, queue=moved_on)
             buffers.query_start_loc.copy_(torch.arange(9))
             buffers.idx_mapping.zero_()
             blocks = torch.arange(8 * 256, dtype=torch.int32, device=DEVICE).view(8, 256)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_eagle_mrv2 import compile_ahead
 from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.row_product import row_product
@@ -72,7 +73,7 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits
         _multiply_by_rows(layer)
     kinds = {(layer.weight.shape, layer.weight.dtype, getattr(layer, "bias", None) is None): layer for layer in layers}
     for layer in kinds.values():
-        _compile(layer)
+        _compile_ahead(layer)
     if logits is not None:
         _give_view_of_head(logits)
     return len(layers)
@@ -117,14 +118,19 @@ def _multiply_by_rows(layer: Any) -> None:
     layer.quant_method.apply = _apply
 
 
-def _compile(layer: Any, is_head: bool = False) -> None:
-    """Have the kernels for a layer compiled now, and not by the first request of a draft without graphs."""
-    weight = layer.weight
-    for num_rows in (1, *few_rows.variants(weight)):
-        rows = weight.new_zeros(num_rows, weight.shape[1])
-        _apply(layer, rows, getattr(layer, "bias", None))
-        if is_head and num_rows > 1:
-            few_rows.few_rows_keys(rows, weight)
+def _compile_ahead(layer: Any, is_head: bool = False) -> None:
+    """Have the kernels for a layer compiled now, and not at a capture or by the first request of an eager draft."""
+    weight, bias = layer.weight.data, getattr(layer, "bias", None)
+
+    def launches() -> None:
+        several = few_rows.variants(weight) if bias is None else []
+        for num_rows in (1, *several):
+            rows = torch.empty(num_rows, weight.shape[1], dtype=weight.dtype, device="meta")
+            if is_head and num_rows > 1:
+                few_rows.few_rows_keys(rows, weight)
+            _linear(rows, weight, bias)
+
+    compile_ahead.submit(weight.device, launches)
 
 
 def _give_view_of_head(logits: DraftLogits) -> None:
@@ -141,7 +147,8 @@ def _give_view_of_head(logits: DraftLogits) -> None:
             if _is_linear(lm_head):
                 view = copy.copy(lm_head)  # with the very dictionary of parameters, so that new weights are seen
                 _multiply_by_rows(view)
-                _compile(view, is_head=True)
+                _compile_ahead(view, is_head=True)
+                logits.head = view.weight.data
             seen = (lm_head, view)
         view = seen[1]
         if logits.keys_do and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:

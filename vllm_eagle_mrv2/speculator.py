@@ -12,11 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from vllm_eagle_mrv2.attn_metadata import draft_max_seq_len
+from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
-from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_queued_prefill_inputs
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 from vllm_eagle_mrv2.options import Options
 
@@ -44,8 +45,11 @@ class DraftHost(Protocol):
     def decodes_fused(self, run: GraphRun) -> bool:
         """Whether all draft decodes run in one go, their metadata refreshed on the device."""
 
+    has_phase_graphs: bool
+    """Whether there are graphs of whole draft phases."""
+
     def holds_draft_phase(self, run: GraphRun) -> bool:
-        """Whether the graph of a draft prefill goes on with all draft decodes."""
+        """Whether a graph of a draft prefill is one of the whole draft phase, from its inputs to all draft decodes."""
 
     target_outputs: TargetStates | None
     """Where the target's FULL graphs leave their output, if those of draft prefills begin with taking it from there."""
@@ -142,12 +146,19 @@ class DraftLoop:
         self.host = host
         self.config = config
         self.buffers = buffers
+        self.queue: BatchQueue | None = None
+        """Brings batches to graphs of whole draft phases; made for each capture of them."""
+        self.warms_up = False
+        """Whether passes outside of a graph are but to warm up for its capture."""
         on = config.options.enabled
         # Looked up once: the loop runs every iteration.
         self._keep_decode_logits = on(Behaviour.DRAFT_LOGITS_IN_REPLAY)
         self._rebuild_each_step = on(Behaviour.DECODE_METADATA_REBUILD)
-        self._pad_last_token_indices = on(Behaviour.FULL_DECODE_ONLY)
-        self._pad_idx_mapping = on(Behaviour.PADDING_WITHOUT_LOGITS)
+        self._inputs: dict[str, Any] = {
+            "sample_offset": config.sample_offset,
+            "pad_last_token_indices": on(Behaviour.FULL_DECODE_ONLY),
+            "pad_idx_mapping": on(Behaviour.PADDING_WITHOUT_LOGITS),
+        }
         self._reuse_target_metadata = on(Behaviour.TARGET_METADATA_REUSE)
         self._actual_max_seq_len = on(Behaviour.ACTUAL_MAX_SEQ_LEN)
 
@@ -158,12 +169,15 @@ class DraftLoop:
             [num_reqs, K] int64, a view of the persistent ``draft_tokens``; only the first
             ``batch.num_draft_tokens`` columns are of this call.
         """
-        run, num_tokens = self._prepare_prefill(batch)
-        if self.host.holds_draft_phase(run):
+        host = self.host
+        # Whose graph may bring the inputs by itself; there is none under prefill context parallelism, where it takes
+        # the inputs to know of how many tokens they are.
+        run = host.dispatch_prefill(batch, batch.num_tokens, batch.num_tokens_padded) if host.has_phase_graphs else None
+        if run is not None and host.holds_draft_phase(run):
             self._replay_phase(batch, run)
         else:
-            self.host.draft_max_seq_len = self._max_seq_len(batch)
-            self._run_prefill(batch, run, num_tokens)
+            host.draft_max_seq_len = self._max_seq_len(batch)
+            self._run_prefill(batch, run)
             if batch.num_draft_tokens > 1:
                 self._run_decodes(batch)
         return self.buffers.draft_tokens[: batch.num_reqs]
@@ -174,37 +188,36 @@ class DraftLoop:
             return limit
         return draft_max_seq_len(batch.seq_lens_cpu_upper_bound, batch.num_reqs, batch.num_draft_tokens, limit)
 
-    def _prepare_prefill(self, batch: DraftBatch) -> tuple[GraphRun, int]:
-        """Fill the buffers, and choose how the draft prefill runs, over how many tokens."""
+    def _prepare_prefill(self, batch: DraftBatch, run: GraphRun | None) -> tuple[GraphRun, int]:
+        """Fill the buffers, and choose how the draft prefill runs if it is not yet chosen, over how many tokens."""
         host = self.host
-        prepare_prefill_inputs(
-            self.buffers,
-            batch,
-            sample_offset=self.config.sample_offset,
-            pad_last_token_indices=self._pad_last_token_indices,
-            pad_idx_mapping=self._pad_idx_mapping,
-        )
+        prepare_prefill_inputs(self.buffers, batch, **self._inputs)
         num_tokens, num_tokens_padded = host.begin_prefill(batch)
-        run = host.dispatch_prefill(batch, num_tokens, num_tokens_padded)
-        if run.full and host.target_outputs is not None:
-            for output, given in zip(host.target_outputs.used, batch.target_states.used, strict=True):
-                if output.data_ptr() != given.data_ptr():  # the target ran without a FULL graph
-                    output[:num_tokens_padded].copy_(given[:num_tokens_padded])
-        else:
-            self._take_states(batch.target_states, num_tokens_padded)
+        if run is None:
+            run = host.dispatch_prefill(batch, num_tokens, num_tokens_padded)
+        self._leave_states(batch, run, num_tokens_padded)
         return run, num_tokens
+
+    def _leave_states(self, batch: DraftBatch, run: GraphRun, num_tokens: int) -> None:
+        """The target's states to where the draft prefill looks for them."""
+        if run.full and self.host.target_outputs is not None:
+            for output, given in zip(self.host.target_outputs.used, batch.target_states.used, strict=True):
+                if output.data_ptr() != given.data_ptr():  # the target ran without a FULL graph
+                    output[:num_tokens].copy_(given[:num_tokens])
+        else:
+            self._take_states(batch.target_states, num_tokens)
 
     def _take_states(self, states: TargetStates, num_tokens: int) -> None:
         self.buffers.hidden_states[:num_tokens].copy_(self.host.combine(states.rows(num_tokens)))
 
     def _replay_phase(self, batch: DraftBatch, run: GraphRun) -> None:
-        if batch.dummy_run:
-            # The rows name no request: without live ones, nothing is looked up or kept for them.
-            self.buffers.live_reqs.zero_()
-        self.host.prepare_fused_replay(batch, run)
+        assert self.queue is not None
+        self._leave_states(batch, run, batch.num_tokens_padded)
+        self.queue.put(batch)
         self.host.replay_prefill(run)
 
-    def _run_prefill(self, batch: DraftBatch, run: GraphRun, num_tokens: int) -> None:
+    def _run_prefill(self, batch: DraftBatch, run: GraphRun | None) -> None:
+        run, num_tokens = self._prepare_prefill(batch, run)
         host = self.host
         attn_metadata, slot_mappings = batch.attn_metadata, batch.slot_mappings
         if not (self._reuse_target_metadata or batch.skip_attn):
@@ -236,12 +249,15 @@ class DraftLoop:
         num_tokens_across_dp: Any,
         mode: Any,
         states: TargetStates | None = None,
+        queue: BatchQueue | None = None,
         decodes: CapturedAttentionState | None = None,
     ) -> None:
-        """Draft prefill, from the target's states and with all draft decodes where these are given: one graph's."""
+        """A draft prefill; where they are given its inputs, the target's states, and all draft decodes: one graph's."""
+        if queue is not None:
+            prepare_queued_prefill_inputs(self.buffers, queue, num_reqs, **self._inputs)
         if states is not None:
             self._take_states(states, num_tokens)
-        self.prefill(num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode)
+        self.prefill(num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, queue=queue)
         if decodes is None:
             return
         host = self.host
@@ -261,6 +277,7 @@ class DraftLoop:
         mode: Any,
         mm_inputs: Any = None,
         drafts: bool = True,
+        queue: BatchQueue | None = None,
     ) -> None:
         """Draft prefill: forward over the target's batch, the first draft token, and what the first decode starts from.
 
@@ -279,7 +296,13 @@ class DraftLoop:
             keep_logits=True,
         )
         prepare_decode_inputs(
-            buffers, drafted, for_next_step, num_reqs, config.max_model_len, sample_offset=config.sample_offset
+            buffers,
+            drafted,
+            for_next_step,
+            num_reqs,
+            config.max_model_len,
+            sample_offset=config.sample_offset,
+            queue=queue,
         )
 
     def _run_decodes(self, batch: DraftBatch) -> None:
@@ -342,7 +365,10 @@ class DraftLoop:
         """All draft decodes, the metadata refreshed on the device before each; one graph holds them (#46849)."""
         follows_slots = attn_metadata is not None and self._rebuild_each_step
         slot_table = self.host.slot_table if follows_slots else None
-        for step in range(1, num_draft_tokens):
+        steps = range(1, num_draft_tokens)
+        if self.warms_up and not torch.cuda.is_current_stream_capturing():
+            steps = steps[:2]  # all others are as the second
+        for step in steps:
             if attn_metadata is not None and (step == 1 or self._rebuild_each_step):
                 if step == 1 or slot_table is None:
                     self.host.map_decode_slots(num_reqs, num_tokens)

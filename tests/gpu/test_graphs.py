@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from packaging.version import Version
 from releases import PROBABILISTIC, release, supplied
 from support import (
@@ -22,6 +24,9 @@ from support import (
     runner_of,
     speculator_of,
 )
+
+from vllm_eagle_mrv2.compile_ahead import THREAD
+from vllm_eagle_mrv2.kernels import decode_inputs, prefill_inputs, row_product, single_token_attention, step_update
 
 SIZES = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
 # From 0.22 to 0.25 stock captures full graphs of the draft prefill on metadata of the target's capture (#48261): with
@@ -267,7 +272,11 @@ def test_one_graph_holds_the_draft_phase(family: str) -> None:
         options = {"disable": disable}
         with engine("eagle_mrv2", family=family, options=options, compilation_config=SIZES) as llm:
             speculator = speculator_of(llm)
-            combined = counted_calls(speculator, "combine")  # by the host: a replay calls nothing
+            # By the host: a replay calls nothing.
+            combined, launched = (
+                counted_calls(owner, name)
+                for owner, name in ((speculator, "combine"), (speculator.loop, "_prepare_prefill"))
+            )
             with counted_replays(speculator) as replays, recorded_slots(speculator) as right:
                 tokens[name] = [greedy(llm, prompts[:n], TOKENS) for n in (1, 3, 5)]
             acceptance = Acceptance(llm)
@@ -279,10 +288,35 @@ def test_one_graph_holds_the_draft_phase(family: str) -> None:
             assert replays["prefill"] > 10
             # Prompts go through no graph.
             assert (combined["combine"] >= replays["prefill"]) is bool(disable)
+            assert (launched["_prepare_prefill"] >= replays["prefill"]) is bool(disable)
             # Three requests in the graph of four, five in that of eight.
             assert {f"decode of {n}" for n in (1, 4, 8)} <= replays.keys()
     assert tokens["one"] == tokens["two"]
     assert lengths["one"] == pytest.approx(lengths["two"], abs=0.01)
+
+
+def test_kernels_are_compiled_while_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {
+        name: kernel
+        for module in (row_product, single_token_attention, prefill_inputs, decode_inputs, step_update)
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel")
+    }
+    threads: dict[str, set[str]] = {name: set() for name in kernels}
+
+    def noted(*args: Any, fn: Any, **kwargs: Any) -> None:
+        name = fn.name.rpartition(".")[2]
+        if name in threads:
+            threads[name].add(threading.current_thread().name)
+
+    for kernel in kernels.values():
+        kernel.device_caches.clear()  # of the engines before
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", noted)
+    with engine("eagle_mrv2", compilation_config=SIZES) as llm:
+        greedy(llm, held_out_prompts(2), 8)
+    ahead = {name for name, each in threads.items() if any(thread.startswith(THREAD) for thread in each)}
+    # The batch that the engine is profiled with comes by a launch of its own.
+    assert ahead >= kernels.keys() - {"_prefill_inputs_kernel"}
 
 
 @pytest.mark.parametrize("disable", [[], ["row_products"]])

@@ -32,5 +32,7 @@ def test_kernels_compile_for_nvidia_gpus(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     *compiled, last = run.stdout.splitlines()
     assert last == "every kernel done"
-    launched = {name for file in KERNELS.glob("*.py") for name in re.findall(r"(\w+_kernel)\[", file.read_text())}
+    launched = {
+        name for file in KERNELS.glob("*.py") for name in re.findall(r"launch\((\w+_kernel),", file.read_text())
+    }
     assert {line.split()[0] for line in compiled} == launched

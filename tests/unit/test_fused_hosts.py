@@ -146,7 +146,7 @@ def speculator(base: type[FusedHost], *, schedule: Any = None, **attributes: Any
             self.dp_size, self.dp_rank = attributes.pop("dp_size", 1), 0
             self.loop, self.block_tables = Loop(), Tables()
             self.attn_groups: Any = []
-            self._filters = False
+            self.filters_drafts = False
             for name, value in attributes.items():
                 setattr(self, name, value)
 
@@ -512,7 +512,7 @@ def test_the_limit_may_shrink_before_the_kv_cache_is_made() -> None:
             self.vllm_config = SimpleNamespace(
                 model_config=SimpleNamespace(max_model_len=640), compilation_config=SimpleNamespace(cudagraph_mode=None)
             )
-            self.options, self._asked_mode, self._target_mode, self._filters = Options(), None, None, False
+            self.options, self._asked_mode, self._target_mode, self.filters_drafts = Options(), None, None, False
             self.loop: Any = SimpleNamespace(config=Config(4096))
             self.request: Any = SimpleNamespace(enforce_eager=False)
             self.block_tables = SimpleNamespace(num_kv_cache_groups=1, cp_size=2)

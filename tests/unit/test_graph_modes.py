@@ -77,8 +77,11 @@ class Host(StockHost, Stock):
         self.request: Any = SimpleNamespace(enforce_eager=enforce_eager)
         self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=asked))
         self.num_speculative_steps, self.device = 3, None  # type: ignore[assignment]
-        self._asked_mode, self._target_mode, self._announced, self._filters = asked, None, True, False
+        self._asked_mode, self._target_mode, self._announced, self.filters_drafts = asked, None, True, False
         self.block_tables = SimpleNamespace(num_kv_cache_groups=2, cp_size=1)
+
+    def _compile_ahead(self) -> None:
+        """Nothing to compile for."""
 
     @contextmanager
     def _decode_capture_sizes(self) -> Iterator[None]:
@@ -207,9 +210,12 @@ def test_the_prefill_is_the_whole_phase_of_one_draft_token(
     num_tokens: int, disable: set[Behaviour], whole: bool
 ) -> None:
     host: Any = Host(BOTH, disable, enforce_eager=False, dp_size=1)
-    host.num_speculative_steps, host._phase_graphs = 1, set()
+    host.num_speculative_steps = 1
     host.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False)
     graph = Descriptor(FULL, num_tokens)
+    host.prefill_cudagraph_manager = SimpleNamespace(_capture_descs={FULL: [graph]})
+    host._phase_graphs = host._find_phase_graphs()
+    assert host.has_phase_graphs is whole
     assert host._decodes_in_graph_of(graph) is None
     assert host.holds_draft_phase(SimpleNamespace(full=True, descriptor=graph)) is whole
 

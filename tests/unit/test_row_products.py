@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from test_head import HIDDEN, VOCAB, Model, tensor_parallel, trim, whole_head
 
-from vllm_eagle_mrv2 import row_products
+from vllm_eagle_mrv2 import compile_ahead, row_products
 from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
@@ -96,18 +96,23 @@ def test_single_rows_alone_and_the_same_result(ours: list[torch.Tensor]) -> None
     assert not ours
 
 
-def test_kernels_are_compiled_when_the_draft_is_loaded(
-    ours: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_compiled_when_the_draft_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours: list[torch.Tensor] = []
     few: list[int] = []
+
+    def of_a_row(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ours.append(weight)
+        return torch.empty(len(weight))
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         few.append(len(rows))
-        return rows @ weight.T
+        return torch.empty(len(rows), len(weight))
 
     monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32 and len(weight) >= PADDED)
+    monkeypatch.setattr(row_products, "row_product", of_a_row)
     monkeypatch.setattr(few_rows, "few_rows_product", product)
     monkeypatch.setattr(few_rows, "few_rows_keys", product)
+    monkeypatch.setattr(compile_ahead, "submit", lambda device, call: call())
     target = Target()
     draft = Draft(target)
     row_products.install(draft, target, DraftLogits.of(draft, target, local=True))
@@ -121,8 +126,10 @@ def test_keys_of_an_argmax_are_compiled_for_heads_alone(monkeypatch: pytest.Monk
     """A wide layer has products of few rows too, and nobody takes an argmax of them."""
     keys: list[int] = []
     monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32)
-    monkeypatch.setattr(few_rows, "few_rows_product", lambda rows, weight: rows @ weight.T)
+    monkeypatch.setattr(row_products, "row_product", lambda row, weight, bias: torch.empty(len(weight)))
+    monkeypatch.setattr(few_rows, "few_rows_product", lambda rows, weight: torch.empty(len(rows), len(weight)))
     monkeypatch.setattr(few_rows, "few_rows_keys", lambda rows, weight: keys.append(len(weight)))
+    monkeypatch.setattr(compile_ahead, "submit", lambda device, call: call())
     target = Target()
     draft = Draft(target)
     row_products.install(draft, target, DraftLogits.of(draft, target, local=True))

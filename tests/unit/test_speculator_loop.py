@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
@@ -176,6 +177,10 @@ class ToyHost:
         assert run.descriptor == "decode graph"
         return self.refreshes_in_graph and (run.full or not self.fused_in_graphs_only)
 
+    @property
+    def has_phase_graphs(self) -> bool:
+        return self.one_graph and self.full_graphs
+
     def holds_draft_phase(self, run: GraphRun) -> bool:
         assert run.descriptor == "prefill graph"
         return self.one_graph and run.full
@@ -262,7 +267,8 @@ class ToyHost:
         self.in_replay = True
         decodes = CapturedAttentionState(MAX_NUM_REQS, MAX_NUM_REQS, "captured metadata", None, None)
         captured = (MAX_NUM_REQS, MAX_NUM_TOKENS, None, None, None, "captured")
-        self.loop.phase(*captured, states=self.target_outputs, decodes=decodes if self.one_graph else None)
+        held = {"queue": self.loop.queue, "decodes": decodes} if self.one_graph else {}
+        self.loop.phase(*captured, states=self.target_outputs, **held)
         self.in_replay = False
 
     def replay_decode(self, run: GraphRun) -> None:
@@ -282,6 +288,8 @@ def loop_on(
     options = Options(disable=frozenset() if disable is None else frozenset({disable}))
     config = DraftConfig(num_draft_tokens, MAX_LEN, sample_offset, options)
     host.loop = DraftLoop(host, config, make_buffers(num_draft_tokens))
+    if host.has_phase_graphs:
+        host.loop.queue = BatchQueue(torch.device(DEVICE), filters=False)
     return host.loop
 
 
@@ -480,13 +488,26 @@ def test_one_graph_drafts_what_two_draft(num_draft_tokens: int, sample_offset: i
 def test_one_graph_is_replayed_once_and_asks_nothing_else() -> None:
     host = ToyHost(refreshes_in_graph=True, full_graphs=True, one_graph=True)
     loop_on(host, 4).propose(batch_of(ROWS, 4))
-    begin = [("begin_prefill",), ("dispatch_prefill", 12, 15), ("prepare_fused_replay",)]
-    assert host.calls[:4] == [*begin, ("replay_prefill", "prefill graph")]
+    assert host.calls[:2] == [("dispatch_prefill", 12, 15), ("replay_prefill", "prefill graph")]
     assert host.named("forward") == [("in replay",)] * 4
     assert host.named("dispatch_decode") == host.named("replay_decode") == host.named("before_forward") == []
     # In the graph; a model that shares what the prefill found must see them in this order.
     hooks = [call[0] for call in host.calls if call[0].startswith("on_")]
     assert hooks == ["on_prefill_end", "on_multi_step_decode_begin", "on_multi_step_decode_end", "on_prefill_begin"]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [2, 3, 6], ids="K={}".format)
+@pytest.mark.parametrize("capturing", [False, True], ids=["warm-up", "capture"])
+def test_a_warm_up_runs_each_kind_of_decode_once(
+    capturing: bool, num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = ToyHost(refreshes_in_graph=True)
+    loop = loop_on(host, num_draft_tokens)
+    loop.warms_up = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    loop.decode_all(len(ROWS), len(ROWS), "metadata", "slots", None, "mode", num_draft_tokens)
+    decodes = num_draft_tokens - 1
+    assert len(host.named("forward")) == (decodes if capturing else min(decodes, 2))
 
 
 def test_one_graph_of_a_dummy_run_touches_no_request() -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from vllm_eagle_mrv2 import __version__, draft_attention, row_products
+from vllm_eagle_mrv2 import __version__, compile_ahead, draft_attention, row_products
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.draft_attention import DecodeMetadata
@@ -99,7 +99,7 @@ class StockHost(DraftGraphs):
                 top_p=torch.ones(self.max_num_reqs, dtype=torch.float32, device=device),
             ),
         )
-        self._filters = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
+        self.filters_drafts = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
 
     def load_model(self, target_model: Any) -> None:
         """Load the draft; its products become ours, and its head is trimmed where ``draft_vocab`` asks for it."""
@@ -124,8 +124,37 @@ class StockHost(DraftGraphs):
                 if hasattr(builder, "aot_schedule"):
                     builder.aot_schedule = False  # nobody would read the schedule
         self.slot_table = _slot_table(self.block_tables)
-        if self._filters:
+        if self.filters_drafts:
             self._filter_draft_logits()
+        self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        """Have compiled what the draft's graphs are going to hold, while the target's are captured."""
+        if self._attends_by_ours:
+            compile_ahead.submit(self.device, self._attend_alone)
+        logits = self._draft_logits
+        if logits is not None and logits.head is not None and self.draft_logits is None and self._head is not None:
+            config = self.loop.config
+            launches = functools.partial(
+                compile_ahead.between_passes,
+                self.loop.buffers,
+                logits.head,
+                self._head.offsets,
+                self.slot_table,
+                config.num_draft_tokens,
+                config.max_model_len,
+                config.sample_offset,
+            )
+            compile_ahead.submit(self.device, launches)
+            logits.head = None  # weights may be replaced, and are not to be kept then
+
+    def _attend_alone(self) -> None:
+        """Launch the attention of draft decodes, for `compile_ahead`."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for group in chain.from_iterable(self.attn_groups):
+            impl, dtype = layers[group.layer_names[0]].impl, self.loop.buffers.hidden_states.dtype
+            shape = (impl.num_heads, impl.num_kv_heads, impl.head_size)
+            compile_ahead.attention(*shape, group.kv_cache_spec.block_size, dtype, self.device)
 
     def _builders(self) -> list[Any]:
         return [group.get_metadata_builder(0) for group in chain.from_iterable(self.attn_groups)]
@@ -182,7 +211,7 @@ class StockHost(DraftGraphs):
         if num_draft_tokens is None:
             num_draft_tokens = self.num_speculative_steps
         # Profiling comes before there are sampling states.
-        filters = self.sampling_states if self._filters else None
+        filters = self.sampling_states if self.filters_drafts else None
         return self.loop.propose(
             DraftBatch(
                 num_reqs=input_batch.num_reqs,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, PrefillCapture, decode_mode
@@ -25,6 +26,8 @@ class DraftGraphs:
     decode_manager_class: type[DecodeCapture]
     needs_no_builder = False
     """Whether draft decodes go by `decode_metadata` alone, with nothing to build or to plan; known in `set_attn`."""
+    filters_drafts = False
+    """Whether drafts honour the requests' top-k and top-p."""
     graph_scratch: Any = None  # kept for the graphs of a draft whose target has none
     target_outputs: TargetStates | None = None
     target_graphs: Callable[[], Any] | None = None
@@ -53,7 +56,7 @@ class DraftGraphs:
         self._asked_mode = vllm_config.compilation_config.cudagraph_mode
         self._target_mode: Any = None  # what it then is
         self._phase_graphs: set[Any] = set()
-        """Descriptors of the draft prefill graphs that go on with the draft decodes, if there are any."""
+        """Descriptors of the draft prefill graphs that hold the whole draft phase."""
         self._announced = False
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
 
@@ -152,11 +155,22 @@ class DraftGraphs:
         balanced = self.vllm_config.parallel_config.enable_eplb
         return self.refreshes_in_graph and self.dp_size == 1 and not balanced
 
+    @property
+    def has_phase_graphs(self) -> bool:
+        return bool(self._phase_graphs)
+
     def holds_draft_phase(self, run: GraphRun) -> bool:
         return run.full and run.descriptor in self._phase_graphs
 
     def capture(self) -> None:
         """Capture the draft's graphs; every pass gets fresh dummy inputs."""
+        self.loop.warms_up = self.device.type == "cuda"  # elsewhere there are no graphs
+        try:
+            self._capture()
+        finally:
+            self.loop.warms_up = False
+
+    def _capture(self) -> None:
         prefill, decode = self.prefill_cudagraph_manager, self.decode_cudagraph_manager
         if prefill.use_breakable_cg:
             prefill.init_breakable_cg_runner(self.model)
@@ -164,7 +178,8 @@ class DraftGraphs:
         # At run time the draft prefill reads what the target's builders wrote, so its graphs are captured on that.
         buffers = self.target_input_buffers if reuse_target else self.input_buffers
         groups = self.target_attn_groups if reuse_target else self.attn_groups
-        self._phase_graphs.clear()
+        self._phase_graphs = self._find_phase_graphs()
+        queue = self.loop.queue = BatchQueue(self.device, filters=self.filters_drafts) if self._phase_graphs else None
         self.target_outputs = self._find_target_outputs()
         stock: Any = self
         stock.on_prefill_begin(self.max_num_reqs)
@@ -174,9 +189,12 @@ class DraftGraphs:
             "Capturing draft prefill CUDA graphs",
             lambda descriptor: {
                 "states": self.target_outputs if descriptor.cg_mode.name == "FULL" else None,
+                "queue": queue if descriptor in self._phase_graphs else None,
                 "decodes": self._decodes_in_graph_of(descriptor),
             },
         )
+        if queue is not None:
+            queue.clear()
         stock.on_prefill_end(self.max_num_reqs)
         if self.num_speculative_steps == 1:
             return
@@ -201,24 +219,29 @@ class DraftGraphs:
 
     def _widest_prefill(self) -> int:
         """The most tokens of a FULL graph of a draft prefill, with padding."""
-        captured = self.prefill_cudagraph_manager._capture_descs.items()
-        return max((each.num_tokens for mode, some in captured if mode.name == "FULL" for each in some), default=0)
+        return max((each.num_tokens for each in self._full_prefills()), default=0)
 
-    def _decodes_in_graph_of(self, descriptor: Any) -> CapturedAttentionState | None:
-        """Dummy inputs of the draft decodes that a draft prefill graph goes on with; None where it does not."""
+    def _find_phase_graphs(self) -> set[Any]:
+        """Descriptors of the draft prefill graphs that can hold the whole draft phase."""
         enabled = self.options.enabled
         if not (
             self.decodes_follow_prefill
             and enabled(Behaviour.ONE_DRAFT_GRAPH)
             # Prefill metadata of the draft's own builders would lie in the buffers that the decodes refresh.
             and enabled(Behaviour.TARGET_METADATA_REUSE)
-            and descriptor.cg_mode.name == "FULL"
-            and descriptor.uniform_token_count == self.num_speculative_steps + 1
         ):
+            return set()
+        return {each for each in self._full_prefills() if each.uniform_token_count == self.num_speculative_steps + 1}
+
+    def _full_prefills(self) -> list[Any]:
+        """Descriptors of the FULL graphs of draft prefills."""
+        captured = self.prefill_cudagraph_manager._capture_descs.items()
+        return [each for mode, some in captured if mode.name == "FULL" for each in some]
+
+    def _decodes_in_graph_of(self, descriptor: Any) -> CapturedAttentionState | None:
+        """Dummy inputs of the draft decodes that a draft prefill graph goes on with; None where it does not."""
+        if descriptor not in self._phase_graphs or self.num_speculative_steps == 1:
             return None
-        self._phase_graphs.add(descriptor)
-        if self.num_speculative_steps == 1:
-            return None  # the draft prefill is all of the phase
         of_decodes = dataclasses.replace(descriptor, num_tokens=descriptor.num_reqs, uniform_token_count=1)
         return self._dummy_inputs(
             self.decode_cudagraph_manager, of_decodes, self.input_buffers, self.attn_groups, step=1

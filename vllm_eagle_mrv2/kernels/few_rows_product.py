@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.kernels.greedy import key_of, order_of
+from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.shared_memory import stages
 
 # On an H200 3 to 5 % faster than PyTorch for 32,000 and for 128,256 outputs; slower at 64 rows, equal below 30,000.
@@ -104,7 +105,7 @@ def _launch(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, keys
     num_rows, width = rows.shape
     num_outputs = weight.shape[0]
     padded = max(_LEAST_ROWS, triton.next_power_of_2(num_rows))
-    _few_rows_kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
+    launch(_few_rows_kernel, (triton.cdiv(num_outputs, _OUTPUTS),))(
         rows,
         rows.stride(0),
         weight,
@@ -117,7 +118,7 @@ def _launch(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, keys
         ROWS=padded,
         OUTPUTS=_OUTPUTS,
         BLOCK=_BLOCK,
-        STAGES=stages(_STAGES, (_OUTPUTS + padded) * _BLOCK * weight.element_size(), rows.device),
+        STAGES=stages(_STAGES, (_OUTPUTS + padded) * _BLOCK * weight.element_size(), weight.device),
         KEYS=keys,
         num_warps=_WARPS,
     )

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_eagle_mrv2.kernels.launching import launch
+
 _BLOCK = 4096
 BINS = 512
 """Of the histogram: 16 nats below the best logit, a thirty-second of a nat each; the last holds all beneath."""
@@ -180,9 +182,9 @@ def filter_logits(
     blocks = triton.next_power_of_2(num_blocks)
     grid = (num_rows, num_blocks)
     given = (logits, logits.stride(0), idx_mapping, temperature, top_k, top_p, best, histogram, vocab_size, num_blocks)
-    _block_best_kernel[grid](*given, BINS=BINS, BLOCK=_BLOCK)
-    _histogram_kernel[grid](*given, BINS=BINS, BLOCKS=blocks, BLOCK=_BLOCK, num_warps=8)
-    _mask_kernel[grid](*given, BINS=BINS, BLOCKS=blocks, BLOCK=_BLOCK)
+    launch(_block_best_kernel, grid)(*given, BINS=BINS, BLOCK=_BLOCK)
+    launch(_histogram_kernel, grid)(*given, BINS=BINS, BLOCKS=blocks, BLOCK=_BLOCK, num_warps=8)
+    launch(_mask_kernel, grid)(*given, BINS=BINS, BLOCKS=blocks, BLOCK=_BLOCK)
 
 
 def filter_logits_reference(

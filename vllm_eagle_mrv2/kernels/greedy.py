@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_eagle_mrv2.kernels.launching import launch
+
 _BLOCK = 2048
 
 
@@ -120,7 +122,7 @@ def argmax_keys(
     num_rows, width = logits.shape
     num_blocks = triton.cdiv(width, _BLOCK)
     keys = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits.device)
-    _block_keys_kernel[(num_rows, num_blocks)](
+    launch(_block_keys_kernel, (num_rows, num_blocks))(
         logits,
         logits.stride(0),
         offsets,

@@ -5,9 +5,116 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_eagle_mrv2.batch_queue import FIELDS, BatchQueue
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.kernels.launching import launch
 
 _BLOCK = 1024
+
+
+@triton.jit
+def _pad(
+    num_reqs,
+    end,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    idx_mapping_ptr,
+    last_token_indices_ptr,
+    sample_positions_ptr,
+    draft_step_ptr,
+    live_reqs_ptr,
+    max_num_reqs,
+    PAD: tl.constexpr,
+    PAD_MAPPING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What a replayed graph reads beyond the live requests."""
+    for start in range(num_reqs, max_num_reqs + 1, BLOCK):
+        padded = start + tl.arange(0, BLOCK)
+        tl.store(query_start_loc_ptr + padded, end, mask=padded < max_num_reqs + 1)
+        inside = padded < max_num_reqs
+        tl.store(seq_lens_ptr + padded, 0, mask=inside)
+        if PAD:
+            tl.store(last_token_indices_ptr + padded, 0, mask=inside)
+        tl.store(sample_positions_ptr + padded, 0, mask=inside)
+        tl.store(draft_step_ptr + padded, 0, mask=inside)
+        if PAD_MAPPING:
+            tl.store(idx_mapping_ptr + padded, -1, mask=inside)
+    tl.store(live_reqs_ptr, num_reqs)
+
+
+@triton.jit
+def _fill_row(
+    row,
+    # target's batch
+    target_input_ids_ptr,
+    target_positions_ptr,
+    target_query_start_loc_ptr,
+    target_seq_lens_ptr,
+    state,
+    num_sampled_ptr,
+    num_rejected_ptr,
+    last_sampled_ptr,
+    next_prefill_tokens_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    # draft's buffers
+    input_ids_ptr,
+    positions_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    idx_mapping_ptr,
+    draft_temperature_ptr,
+    draft_seeds_ptr,
+    draft_top_k_ptr,
+    draft_top_p_ptr,
+    last_token_indices_ptr,
+    sample_positions_ptr,
+    draft_step_ptr,
+    draft_num_rejected_ptr,
+    dummy_run,
+    SAMPLE_OFFSET: tl.constexpr,
+    FILTERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The inputs of one live request, whose state is ``state``."""
+    lanes = tl.arange(0, BLOCK)
+    start = tl.load(target_query_start_loc_ptr + row)
+    num_rejected = tl.load(num_rejected_ptr + row)
+    tl.store(draft_num_rejected_ptr + row, num_rejected)
+    tl.store(draft_step_ptr + row, 0)
+    length = tl.load(target_query_start_loc_ptr + row + 1) - start - num_rejected
+    tl.store(query_start_loc_ptr + row, start)
+    tl.store(seq_lens_ptr + row, tl.load(target_seq_lens_ptr + row))
+
+    # Every token moves one place to the left; the place that becomes free at the end takes the token that follows.
+    for offset in range(0, length, BLOCK):
+        token = offset + lanes
+        inside = token < length
+        shifted = tl.load(target_input_ids_ptr + start + token + 1, mask=token + 1 < length, other=0)
+        tl.store(input_ids_ptr + start + token, shifted, mask=token + 1 < length)
+        tl.store(positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside)
+    last = start + length - 1
+    # A request in the middle of its prompt sampled nothing: its next prompt token follows.
+    if tl.load(num_sampled_ptr + row) > 0:
+        tl.store(input_ids_ptr + last, tl.load(last_sampled_ptr + state).to(tl.int32))
+    else:
+        tl.store(input_ids_ptr + last, tl.load(next_prefill_tokens_ptr + state).to(tl.int32))
+    tl.store(last_token_indices_ptr + row, last)
+    tl.store(sample_positions_ptr + row, tl.load(target_positions_ptr + last) + SAMPLE_OFFSET)
+
+    if dummy_run != 0:
+        # A dummy batch names slots of live requests; -1 keeps it away from their state.
+        tl.store(idx_mapping_ptr + row, -1)
+    else:
+        tl.store(idx_mapping_ptr + row, state)
+        tl.store(draft_temperature_ptr + state, tl.load(temperature_ptr + state))
+        tl.store(draft_seeds_ptr + state, tl.load(seeds_ptr + state))
+        if FILTERS:
+            tl.store(draft_top_k_ptr + state, tl.load(top_k_ptr + state))
+            tl.store(draft_top_p_ptr + state, tl.load(top_p_ptr + state))
 
 
 # Batch sizes vary: a variant per value (1, multiples of 16) would be compiled in the middle of serving.
@@ -52,59 +159,164 @@ def _prefill_inputs_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    lanes = tl.arange(0, BLOCK)
     if row == num_reqs:
-        # The last program pads what a replayed graph reads beyond the live requests.
         end = tl.load(target_query_start_loc_ptr + num_reqs)
-        for start in range(num_reqs, max_num_reqs + 1, BLOCK):
-            padded = start + lanes
-            tl.store(query_start_loc_ptr + padded, end, mask=padded < max_num_reqs + 1)
-            inside = padded < max_num_reqs
-            tl.store(seq_lens_ptr + padded, 0, mask=inside)
-            if PAD:
-                tl.store(last_token_indices_ptr + padded, 0, mask=inside)
-            tl.store(sample_positions_ptr + padded, 0, mask=inside)
-            tl.store(draft_step_ptr + padded, 0, mask=inside)
-            if PAD_MAPPING:
-                tl.store(idx_mapping_ptr + padded, -1, mask=inside)
-        tl.store(live_reqs_ptr, num_reqs)
+        _pad(
+            num_reqs,
+            end,
+            query_start_loc_ptr,
+            seq_lens_ptr,
+            idx_mapping_ptr,
+            last_token_indices_ptr,
+            sample_positions_ptr,
+            draft_step_ptr,
+            live_reqs_ptr,
+            max_num_reqs,
+            PAD,
+            PAD_MAPPING,
+            BLOCK,
+        )
         return
-
-    start = tl.load(target_query_start_loc_ptr + row)
-    num_rejected = tl.load(num_rejected_ptr + row)
-    tl.store(draft_num_rejected_ptr + row, num_rejected)
-    tl.store(draft_step_ptr + row, 0)
-    length = tl.load(target_query_start_loc_ptr + row + 1) - start - num_rejected
     state = tl.load(target_idx_mapping_ptr + row).to(tl.int64)
-    tl.store(query_start_loc_ptr + row, start)
-    tl.store(seq_lens_ptr + row, tl.load(target_seq_lens_ptr + row))
+    _fill_row(
+        row,
+        target_input_ids_ptr,
+        target_positions_ptr,
+        target_query_start_loc_ptr,
+        target_seq_lens_ptr,
+        state,
+        num_sampled_ptr,
+        num_rejected_ptr,
+        last_sampled_ptr,
+        next_prefill_tokens_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        top_k_ptr,
+        top_p_ptr,
+        input_ids_ptr,
+        positions_ptr,
+        query_start_loc_ptr,
+        seq_lens_ptr,
+        idx_mapping_ptr,
+        draft_temperature_ptr,
+        draft_seeds_ptr,
+        draft_top_k_ptr,
+        draft_top_p_ptr,
+        last_token_indices_ptr,
+        sample_positions_ptr,
+        draft_step_ptr,
+        draft_num_rejected_ptr,
+        dummy_run,
+        SAMPLE_OFFSET,
+        FILTERS,
+        BLOCK,
+    )
 
-    # Every token moves one place to the left; the place that becomes free at the end takes the token that follows.
-    for offset in range(0, length, BLOCK):
-        token = offset + lanes
-        inside = token < length
-        shifted = tl.load(target_input_ids_ptr + start + token + 1, mask=token + 1 < length, other=0)
-        tl.store(input_ids_ptr + start + token, shifted, mask=token + 1 < length)
-        tl.store(positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside)
-    last = start + length - 1
-    # A request in the middle of its prompt sampled nothing: its next prompt token follows.
-    if tl.load(num_sampled_ptr + row) > 0:
-        tl.store(input_ids_ptr + last, tl.load(last_sampled_ptr + state).to(tl.int32))
-    else:
-        tl.store(input_ids_ptr + last, tl.load(next_prefill_tokens_ptr + state).to(tl.int32))
-    tl.store(last_token_indices_ptr + row, last)
-    tl.store(sample_positions_ptr + row, tl.load(target_positions_ptr + last) + SAMPLE_OFFSET)
 
-    if dummy_run != 0:
-        # A dummy batch names slots of live requests; -1 keeps it away from their state.
-        tl.store(idx_mapping_ptr + row, -1)
-    else:
-        tl.store(idx_mapping_ptr + row, state)
-        tl.store(draft_temperature_ptr + state, tl.load(temperature_ptr + state))
-        tl.store(draft_seeds_ptr + state, tl.load(seeds_ptr + state))
-        if FILTERS:
-            tl.store(draft_top_k_ptr + state, tl.load(top_k_ptr + state))
-            tl.store(draft_top_p_ptr + state, tl.load(top_p_ptr + state))
+@triton.jit
+def _field(slot, number: tl.constexpr, FIELDS: tl.constexpr):
+    """One of the int64 of a slot."""
+    return tl.sum(tl.where(tl.arange(0, FIELDS) == number, slot, 0), axis=0)
+
+
+@triton.jit
+def _address(slot, number: tl.constexpr, dtype: tl.constexpr, FIELDS: tl.constexpr):
+    return _field(slot, number, FIELDS).to(tl.pointer_type(dtype))
+
+
+# As above; the graph's own addresses are the only thing that it is launched with.
+@triton.jit(do_not_specialize=["max_num_reqs"])
+def _queued_prefill_inputs_kernel(
+    slots_ptr,
+    taken_ptr,
+    depth,
+    # draft's buffers
+    input_ids_ptr,
+    positions_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    idx_mapping_ptr,
+    draft_temperature_ptr,
+    draft_seeds_ptr,
+    draft_top_k_ptr,
+    draft_top_p_ptr,
+    last_token_indices_ptr,
+    sample_positions_ptr,
+    draft_step_ptr,
+    draft_num_rejected_ptr,
+    live_reqs_ptr,
+    max_num_reqs,
+    SAMPLE_OFFSET: tl.constexpr,
+    PAD: tl.constexpr,
+    PAD_MAPPING: tl.constexpr,
+    FILTERS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    # All of a slot at once, past every cache: it lies beyond the bus, and the host has just written it.
+    place = tl.load(taken_ptr) % depth * FIELDS
+    slot = tl.load(slots_ptr + place + tl.arange(0, FIELDS), volatile=True)
+    num_reqs = _field(slot, 0, FIELDS).to(tl.int32)
+    if row > num_reqs:
+        return
+    target_query_start_loc_ptr = _address(slot, 7, tl.int32, FIELDS)
+    if row == num_reqs:
+        # A slot of no requests has no addresses.
+        end = tl.load(target_query_start_loc_ptr + num_reqs, mask=num_reqs > 0, other=0)
+        _pad(
+            num_reqs,
+            end,
+            query_start_loc_ptr,
+            seq_lens_ptr,
+            idx_mapping_ptr,
+            last_token_indices_ptr,
+            sample_positions_ptr,
+            draft_step_ptr,
+            live_reqs_ptr,
+            max_num_reqs,
+            PAD,
+            PAD_MAPPING,
+            BLOCK,
+        )
+        return
+    # The low half of a wider index.
+    width = _field(slot, 1, FIELDS)
+    target_idx_mapping_ptr = _address(slot, 2, tl.int32, FIELDS)
+    state = tl.load(target_idx_mapping_ptr + row * width).to(tl.int64)
+    _fill_row(
+        row,
+        _address(slot, 5, tl.int32, FIELDS),
+        _address(slot, 6, tl.int64, FIELDS),
+        target_query_start_loc_ptr,
+        _address(slot, 8, tl.int32, FIELDS),
+        state,
+        _address(slot, 3, tl.int32, FIELDS),
+        _address(slot, 4, tl.int32, FIELDS),
+        _address(slot, 9, tl.int64, FIELDS),
+        _address(slot, 10, tl.int32, FIELDS),
+        _address(slot, 11, tl.float32, FIELDS),
+        _address(slot, 12, tl.int64, FIELDS),
+        _address(slot, 13, tl.int32, FIELDS),
+        _address(slot, 14, tl.float32, FIELDS),
+        input_ids_ptr,
+        positions_ptr,
+        query_start_loc_ptr,
+        seq_lens_ptr,
+        idx_mapping_ptr,
+        draft_temperature_ptr,
+        draft_seeds_ptr,
+        draft_top_k_ptr,
+        draft_top_p_ptr,
+        last_token_indices_ptr,
+        sample_positions_ptr,
+        draft_step_ptr,
+        draft_num_rejected_ptr,
+        0,
+        SAMPLE_OFFSET,
+        FILTERS,
+        BLOCK,
+    )
 
 
 def prepare_prefill_inputs(
@@ -131,7 +343,7 @@ def prepare_prefill_inputs(
         pad_last_token_indices: off only where ``full_decode_only`` is disabled.
         pad_idx_mapping: off only where ``padding_without_logits`` is disabled.
     """
-    _prefill_inputs_kernel[(batch.num_reqs + 1,)](
+    launch(_prefill_inputs_kernel, (batch.num_reqs + 1,))(
         batch.input_ids,
         batch.positions,
         batch.query_start_loc,
@@ -166,6 +378,55 @@ def prepare_prefill_inputs(
         PAD=pad_last_token_indices,
         PAD_MAPPING=pad_idx_mapping,
         FILTERS=batch.top_k is not None,
+        BLOCK=_BLOCK,
+    )
+
+
+def prepare_queued_prefill_inputs(
+    buffers: DraftBuffers,
+    queue: BatchQueue,
+    num_rows: int,
+    *,
+    sample_offset: int = 0,
+    pad_last_token_indices: bool = True,
+    pad_idx_mapping: bool = True,
+) -> None:
+    """`prepare_prefill_inputs` for the next batch of a queue, as a graph can hold it.
+
+    The slot stays taken until `prepare_decode_inputs` moves the queue on.
+
+    Args:
+        buffers: the draft's buffers, written.
+        queue: whose next slot is read on the device; an empty one is a batch of no requests.
+        num_rows: the most requests that the batch may have.
+        sample_offset: as for `prepare_prefill_inputs`, like what follows.
+        pad_last_token_indices: likewise.
+        pad_idx_mapping: likewise.
+    """
+    launch(_queued_prefill_inputs_kernel, (num_rows + 1,))(
+        queue.slots,
+        queue.taken,
+        len(queue.slots),
+        buffers.input_ids,
+        buffers.positions,
+        buffers.query_start_loc,
+        buffers.seq_lens,
+        buffers.idx_mapping,
+        buffers.temperature,
+        buffers.seeds,
+        buffers.top_k,
+        buffers.top_p,
+        buffers.last_token_indices,
+        buffers.sample_positions,
+        buffers.draft_step,
+        buffers.num_rejected,
+        buffers.live_reqs,
+        buffers.max_num_reqs,
+        SAMPLE_OFFSET=sample_offset,
+        PAD=pad_last_token_indices,
+        PAD_MAPPING=pad_idx_mapping,
+        FILTERS=queue.filters,
+        FIELDS=FIELDS,
         BLOCK=_BLOCK,
     )
 

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_eagle_mrv2.kernels.launching import launch
+
 
 def _tile(width: int) -> tuple[int, int, int]:
     """Outputs of a program, columns that it reads at a time, and its warps: on an H200 the best over 17 shapes.
@@ -71,7 +73,7 @@ def row_product(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     num_outputs, width = weight.shape
     out = torch.empty(num_outputs, dtype=row.dtype, device=row.device)
     outputs, block, warps = _tile(width)
-    _row_product_kernel[(triton.cdiv(num_outputs, outputs),)](
+    launch(_row_product_kernel, (triton.cdiv(num_outputs, outputs),))(
         row,
         weight,
         weight.stride(0),

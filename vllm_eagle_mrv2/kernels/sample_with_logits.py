@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.kernels.greedy import key_of, order_of, order_of_double
+from vllm_eagle_mrv2.kernels.launching import launch
 
 _PART = 512
 # Added to the position of salted draws, far beyond any position: their random numbers are nobody else's.
@@ -140,7 +141,7 @@ def sample_with_logits(
     block = 1024 if num_rows <= 8 else 2048  # few rows have multiprocessors to spare
     num_blocks = triton.cdiv(vocab_size, block)
     best = logits.new_empty((num_rows, 2, num_blocks) if fp64 else (num_rows, num_blocks), dtype=torch.int64)
-    _sample_blocks_kernel[(num_rows, num_blocks)](
+    launch(_sample_blocks_kernel, (num_rows, num_blocks))(
         logits,
         logits.stride(0),
         idx_mapping,

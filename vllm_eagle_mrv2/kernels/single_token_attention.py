@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.shared_memory import stages
 
 _LEAST_SPLIT = 256  # tokens, a multiple of every tile; a second program for less costs more than it saves
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _LEAST_ROWS = 16  # of a matrix instruction
 _LANES = 32  # requests whose lengths are read at a time
-_UNROLL = 4  # splits that are on their way at a time when they are put together
 
 
 def _tile(width: int) -> tuple[int, int, int]:
@@ -107,7 +107,6 @@ def _single_token_attention_kernel(
     SPREAD: tl.constexpr,
     LEAST_SPLIT: tl.constexpr,
     LANES: tl.constexpr,
-    UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -180,7 +179,7 @@ def _single_token_attention_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
-    for other in tl.range(0, splits, loop_unroll_factor=UNROLL):
+    for other in range(0, splits):
         part = parts + tl.where(other == 0, SPREAD + before, before + other - 1) * stride
         theirs = tl.load(part + WIDTH, cache_modifier=".cg")
         higher = tl.maximum(highest, theirs)
@@ -204,9 +203,17 @@ class SingleTokenAttention:
         num_kv_heads: of keys and values.
         width: of a head, a power of two of at least 16.
         device: of everything.
+        scratch: where the scratch memory lies, if not there (nowhere, for what only `compiles_alone`).
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        width: int,
+        device: torch.device,
+        scratch: torch.device | None = None,
+    ) -> None:
         self.num_kv_heads, self.width = num_kv_heads, width
         self.group = num_heads // num_kv_heads
         self.rows = max(_LEAST_ROWS, triton.next_power_of_2(self.group))
@@ -214,8 +221,9 @@ class SingleTokenAttention:
         self._stages = stages(wanted, 2 * self._tile * width * 2, device)  # keys and values in 16 bit
         # All splits beside the first ones are fewer than this, and so are the requests that have any.
         self._spread = max(1, _PROGRAMS // num_kv_heads)
-        self._partial = torch.empty(2 * self._spread * num_kv_heads * self.rows * (width + 2), device=device)
-        self._arrived = torch.zeros(self._spread * num_kv_heads, dtype=torch.int32, device=device)
+        scratch = scratch or device
+        self._partial = torch.empty(2 * self._spread * num_kv_heads * self.rows * (width + 2), device=scratch)
+        self._arrived = torch.zeros(self._spread * num_kv_heads, dtype=torch.int32, device=scratch)
 
     def __call__(
         self,
@@ -239,7 +247,7 @@ class SingleTokenAttention:
             out: [n, heads, D], written.
         """
         num_reqs = query.shape[0]
-        _single_token_attention_kernel[(self.num_kv_heads, num_reqs + self._spread - 1)](
+        launch(_single_token_attention_kernel, (self.num_kv_heads, num_reqs + self._spread - 1))(
             query,
             query.stride(0),
             out,
@@ -262,7 +270,6 @@ class SingleTokenAttention:
             SPREAD=self._spread,
             LEAST_SPLIT=_LEAST_SPLIT,
             LANES=_LANES,
-            UNROLL=_UNROLL,
             STAGES=self._stages,
             num_warps=self._warps,
         )

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
+from vllm_eagle_mrv2.kernels.launching import launch
 
 _MAX_BLOCK = 4096
 
@@ -103,7 +104,7 @@ def update_after_step(
         slot_table: also write the slots of the next step's keys and values, for rows that have a token of a request.
     """
     hidden_size = feedback.shape[1]
-    _step_update_kernel[(num_reqs,)](
+    launch(_step_update_kernel, (num_reqs,))(
         drafted,
         feedback,
         feedback.stride(0),

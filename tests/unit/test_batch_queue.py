@@ -1,0 +1,175 @@
+"""Batches reach a graph through the queue as they would by a launch of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_kernels import (
+    DEVICE,
+    MAX_LEN,
+    PREFILL_CASES,
+    SENTINEL,
+    assert_same,
+    clone,
+    ints,
+    poisoned,
+    pytestmark,
+    target_batch,
+)
+
+from vllm_eagle_mrv2.batch_queue import _TENSORS, BatchQueue
+from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs_reference, prepare_queued_prefill_inputs
+
+__all__ = ["pytestmark"]  # of test_kernels: these need its device too
+
+
+def queue_of(*batches: DraftBatch, filters: bool = True, depth: int = 64) -> BatchQueue:
+    queue = BatchQueue(torch.device(DEVICE), filters=filters, depth=depth)
+    for batch in batches:
+        queue.put(batch)
+    return queue
+
+
+def take(queue: BatchQueue, buffers: DraftBuffers | None = None) -> DraftBuffers:
+    """What a replay does with the queue; the buffers after it."""
+    buffers = poisoned(8, 64, hidden_size=2) if buffers is None else buffers
+    prepare_queued_prefill_inputs(buffers, queue, 8)
+    filled = clone(buffers)
+    buffers.last_token_indices.zero_()
+    tokens = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    prepare_decode_inputs(buffers, tokens, torch.zeros(1, 2, device=DEVICE), 8, MAX_LEN, queue=queue)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return filled
+
+
+def without_requests(buffers: DraftBuffers) -> DraftBuffers:
+    """What a batch of none leaves behind."""
+    expected = clone(buffers)
+    for name in ("query_start_loc", "seq_lens", "last_token_indices", "sample_positions", "draft_step", "live_reqs"):
+        getattr(expected, name).zero_()
+    expected.idx_mapping.fill_(-1)
+    return expected
+
+
+@pytest.mark.parametrize("sample_offset", [0, 1])
+@pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("rows", ["live", "a graph's"])
+@pytest.mark.parametrize("filters", [False, True], ids=["", "top-k and top-p"])
+@pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
+def test_inputs(case: dict[str, Any], filters: bool, rows: str, idx_dtype: torch.dtype, sample_offset: int) -> None:
+    batch = target_batch(**case, idx_dtype=idx_dtype)
+    if not filters:
+        batch.top_k = batch.top_p = None
+    max_num_reqs = case.get("max_num_reqs", 8)
+    # The draft's own mapping may be of another width than the batch's.
+    before = poisoned(max_num_reqs, batch.num_tokens_padded + 16, idx_dtype=torch.int32)
+    actual, expected = clone(before), clone(before)
+
+    num_rows = batch.num_reqs if rows == "live" else min(max_num_reqs, 40)
+    prepare_queued_prefill_inputs(actual, queue_of(batch, filters=filters), num_rows, sample_offset=sample_offset)
+    if batch.dummy_run:
+        expected = without_requests(before)
+    else:
+        prepare_prefill_inputs_reference(expected, batch, sample_offset=sample_offset)
+
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("padded", "option"),
+    [("last_token_indices", "pad_last_token_indices"), ("idx_mapping", "pad_idx_mapping")],
+)
+def test_padding_that_is_switched_off(padded: str, option: str) -> None:
+    batch = target_batch([3, 2], rejected=[1, 0])
+    actual, expected = poisoned(8, 16), poisoned(8, 16)
+    prepare_queued_prefill_inputs(actual, queue_of(batch), 8, **{option: False})
+    prepare_prefill_inputs_reference(expected, batch)
+    getattr(expected, padded)[2:] = SENTINEL
+
+    assert_same(actual, expected)
+
+
+def test_every_replay_takes_the_next_batch() -> None:
+    """The host is three batches ahead, and goes round the slots several times."""
+    queue, waiting = queue_of(depth=4), []
+    for seed in range(0, 30, 2):
+        waiting.append(target_batch([1 + seed % 4] * (1 + seed % 7), seed=seed))
+        queue.put(waiting[-1])
+        if len(waiting) == 4:
+            expected = poisoned(8, 64, hidden_size=2)
+            prepare_prefill_inputs_reference(expected, waiting[0])
+            assert_same(take(queue), expected)
+            waiting.pop(0)
+            assert int(queue.taken) == int(queue.seen) == seed // 2 - 2
+
+
+def test_a_full_queue_waits_for_the_gpu() -> None:
+    first, second, third = (target_batch([2] * number) for number in (1, 2, 3))
+    queue = queue_of(first, second, depth=2)
+    behind = threading.Thread(target=queue.put, args=(third,), daemon=True)
+    behind.start()
+    time.sleep(0.2)
+    assert behind.is_alive()
+    assert take(queue).live_reqs == 1
+    behind.join(10)
+    assert not behind.is_alive()
+    assert [int(take(queue).live_reqs) for _ in range(2)] == [2, 3]
+
+
+def test_an_empty_queue_holds_no_requests() -> None:
+    """As passes before a capture find it."""
+    before = poisoned(8, 64, hidden_size=2)
+    assert_same(take(queue_of(), clone(before)), without_requests(before))
+
+
+def test_what_came_before_a_capture_is_forgotten() -> None:
+    before, after = target_batch([2]), target_batch([2, 2])
+    queue = queue_of(before, before, before, depth=4)
+    for _ in range(5):
+        take(queue)
+    queue.clear()
+    assert int(queue.taken) == int(queue.seen) == 0
+    assert not queue.slots.any()
+    queue.put(after)
+    assert take(queue).live_reqs == 2
+
+
+@pytest.mark.parametrize("name", _TENSORS)
+def test_a_type_that_the_graph_does_not_read(name: str) -> None:
+    batch = target_batch([2, 2])
+    queue = queue_of(batch)  # that one was right
+    wrong = replace(batch, **{name: getattr(batch, name).to(torch.int16)})
+    with pytest.raises(EagleMRV2Error, match=rf"does not read a batch with {name} torch.int16; disable one_draft"):
+        queue.put(wrong)
+    queue.put(batch)
+    assert [int(take(queue).live_reqs) for _ in range(3)] == [2, 2, 0]
+
+
+def test_filters_that_are_missing() -> None:
+    batch = replace(target_batch([2]), top_k=None, top_p=None)
+    with pytest.raises(EagleMRV2Error, match="top_k None, top_p None"):
+        queue_of(batch)
+    queue_of(batch, filters=False)
+
+
+def test_the_tensors_may_lie_anywhere() -> None:
+    """Addresses are of the batch at hand: none is kept from the first."""
+    batch = target_batch([4, 2], rejected=[1, 0])
+    names = [name for name in _TENSORS if name != "idx_mapping"]
+    moved = replace(batch, **{name: getattr(batch, name).clone() for name in names}, idx_mapping=ints([7, 1]))
+    queue = queue_of(batch, moved)
+    take(queue)
+    for name in names:
+        getattr(batch, name).fill_(1)
+    expected = poisoned(8, 64, hidden_size=2)
+    prepare_prefill_inputs_reference(expected, moved)
+    assert_same(take(queue), expected)

@@ -1,0 +1,115 @@
+"""What is compiled while an engine starts is what its graphs then launch, and is not launched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_eagle_mrv2 import compile_ahead
+from vllm_eagle_mrv2.kernels.launching import compiles_alone, launch
+
+pytest.importorskip("triton")
+
+# Runs with Triton's compiler in place of its interpreter; prints the kernels that compiling ahead missed.
+SCRIPT = """
+import inspect
+import sys
+import torch
+from triton.runtime.jit import JITFunction
+from test_kernels import poisoned, target_batch
+from vllm_eagle_mrv2 import compile_ahead
+from vllm_eagle_mrv2.batch_queue import BatchQueue
+from vllm_eagle_mrv2.buffers import SlotTable
+from vllm_eagle_mrv2.head import DraftHead
+from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
+from vllm_eagle_mrv2.kernels.greedy import argmax_keys
+from vllm_eagle_mrv2.kernels.launching import compiles_alone
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_queued_prefill_inputs
+from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
+from vllm_eagle_mrv2.kernels.step_update import update_after_step
+
+compiled, launched = set(), set()
+
+def seen(value):
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    return (value == 1, value % 16 == 0) if isinstance(value, int) else type(value)
+
+def run(self, *args, grid, warmup, num_warps=4, **kwargs):
+    given = inspect.signature(self.fn).bind(*args, **kwargs).arguments
+    variant = [self.fn.__name__, num_warps]
+    for parameter in self.params:
+        value = given[parameter.name]
+        constant = parameter.is_constexpr or value is None
+        variant.append(value if constant else type(value) if parameter.do_not_specialize else seen(value))
+    (compiled if warmup else launched).add(tuple(variant))
+
+JITFunction.run = run
+mapped = bool(int(sys.argv[1]))
+cpu, dtype, width, tokens = torch.device("cpu"), torch.bfloat16, 256, 32_064
+buffers = poisoned(8, 64, hidden_size=width, hidden_dtype=dtype)
+head = torch.empty(tokens, width, dtype=dtype)
+offsets = torch.zeros(tokens, dtype=torch.int64) if mapped else None
+table = SlotTable(torch.zeros(8, 48, dtype=torch.int32), torch.zeros(8, dtype=torch.int64), 16)
+with compiles_alone():
+    compile_ahead.between_passes(buffers, head, offsets, table, 3, 4096, 1)
+    compile_ahead.attention(8, 2, 64, 16, dtype, cpu)
+assert not launched, launched
+
+queue = BatchQueue(cpu, filters=False)
+prepare_queued_prefill_inputs(buffers, queue, 8, sample_offset=1)
+keys = [argmax_keys(torch.empty(rows, tokens, dtype=dtype), offsets) for rows in (1, 2, 8)]
+keys += [] if mapped else [few_rows_keys(torch.empty(rows, width, dtype=dtype), head) for rows in (2, 8)]
+for drafted in keys:
+    feedback = torch.empty(64, width, dtype=dtype)
+    for moved_on in (queue, None):
+        prepare_decode_inputs(buffers, drafted, feedback, len(drafted), 4096, sample_offset=1, queue=moved_on)
+    update_after_step(buffers, drafted, feedback[: len(drafted)], len(drafted), 3, 4096, table)
+cache = torch.empty(7, 2, 16, 2, 64, dtype=dtype)
+query, lengths = torch.empty(5, 8, 64, dtype=dtype), torch.zeros(5, dtype=torch.int32)
+attend = SingleTokenAttention(8, 2, 64, cpu)
+attend(query, *cache.unbind(1), torch.zeros(5, 48, dtype=torch.int32), lengths, 0.125, torch.empty_like(query))
+print(sorted({variant[0] for variant in launched - compiled}))
+"""
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["its own tokens", "mapped to the target's"])
+def test_what_is_launched_has_been_compiled(mapped: bool) -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(int(mapped))],
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_one_thread_compiles_while_others_launch() -> None:
+    kernel = {(4,): "launched"}
+    with compiles_alone():
+        compiled = launch(SimpleNamespace(warmup=lambda *args, grid: (args, grid)), (4,))
+        assert compiled("an argument") == (("an argument",), (4,))
+        thread = compile_ahead.ThreadPoolExecutor(1)
+        assert thread.submit(launch, kernel, (4,)).result() == "launched"
+    assert launch(kernel, (4,)) == "launched"
+
+
+def test_nothing_is_compiled_for_a_cpu() -> None:
+    assert compile_ahead.submit(torch.device("cpu"), lambda: pytest.fail("called")) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it could")
+def test_what_cannot_be_compiled_ahead_is_left_to_the_launch() -> None:
+    failed = compile_ahead.submit(torch.device("cuda", 0), lambda: None)
+    assert failed is not None
+    assert failed.result(10) is None

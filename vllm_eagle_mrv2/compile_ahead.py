@@ -1,0 +1,97 @@
+"""Has kernels compiled in the background while an engine starts.
+
+Compiled for the first time, the kernels of a draft take some seconds of a core.  A starting engine has others idle, and
+loads weights, compiles models and captures the target's graphs before the draft's: by then the kernels are there.  What
+comes too late is compiled where it is launched, as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from vllm_eagle_mrv2.batch_queue import BatchQueue
+from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
+from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys, takes
+from vllm_eagle_mrv2.kernels.greedy import argmax_keys
+from vllm_eagle_mrv2.kernels.launching import compiles_alone
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_queued_prefill_inputs
+from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
+from vllm_eagle_mrv2.kernels.step_update import update_after_step
+
+THREAD = "eagle_mrv2_compile"
+_META = torch.device("meta")
+# One thread: the engine's own start goes before.
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD)
+
+
+def submit(device: torch.device, call: Callable[[], object]) -> Future[None] | None:
+    """Compile what a call launches, some time soon.
+
+    Args:
+        device: whose kernels; None is done unless it is an NVIDIA GPU.
+        call: passes tensors for their dtype, shape and strides; it must make none on the device, and copy none.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+
+    def compiled() -> None:
+        try:
+            torch.cuda.set_device(device)  # each thread has its own
+            with torch.inference_mode(), compiles_alone():
+                call()
+        except Exception:
+            # The launch will say so, to whom it concerns.
+            logging.getLogger(__name__).debug("not compiled ahead", exc_info=True)
+
+    return _thread.submit(compiled)
+
+
+def attention(
+    num_heads: int, num_kv_heads: int, width: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Launch attention of draft decodes, over a cache of blocks of ``block_size`` tokens."""
+    kernel = SingleTokenAttention(num_heads, num_kv_heads, width, device, scratch=_META)
+    query = torch.empty(1, num_heads, width, dtype=dtype, device=_META)
+    keys, values = torch.empty(2, 16, block_size, num_kv_heads, width, dtype=dtype, device=_META)
+    integers = torch.empty(1, 1, dtype=torch.int32, device=_META)
+    kernel(query, keys, values, integers, integers[0], 1.0, query)
+
+
+def between_passes(
+    buffers: DraftBuffers,
+    head: torch.Tensor,
+    offsets: torch.Tensor | None,
+    slot_table: SlotTable | None,
+    num_draft_tokens: int,
+    max_model_len: int,
+    sample_offset: int,
+) -> None:
+    """Launch what a greedy draft runs beside its model.
+
+    Args:
+        buffers: the draft's.
+        head: [N, H], its weights.
+        offsets: of `DraftHead`.
+        slot_table: of `DraftHost`.
+        num_draft_tokens: K.
+        max_model_len: as for `prepare_decode_inputs`.
+        sample_offset: likewise.
+    """
+    queue = BatchQueue(_META, filters=False)
+    prepare_queued_prefill_inputs(buffers, queue, 1, sample_offset=sample_offset)
+    forms = [argmax_keys(torch.empty(1, len(head), dtype=head.dtype, device=_META), offsets)]
+    if offsets is None and takes(2, head):
+        forms.append(few_rows_keys(torch.empty(2, head.shape[1], dtype=head.dtype, device=_META), head))
+    feedback = torch.empty(buffers.hidden_states.shape, dtype=buffers.hidden_states.dtype, device=_META)
+    for drafted in forms:
+        rows = len(drafted)
+        for moved_on in (queue, None):
+            prepare_decode_inputs(
+                buffers, drafted, feedback, rows, max_model_len, sample_offset=sample_offset, queue=moved_on
+            )
+        update_after_step(buffers, drafted, feedback, rows, num_draft_tokens, max_model_len, slot_table)
