@@ -66,23 +66,21 @@ def between_passes(
     buffers: DraftBuffers,
     head: torch.Tensor,
     offsets: torch.Tensor | None,
-    slot_table: SlotTable | None,
-    num_draft_tokens: int,
     max_model_len: int,
     sample_offset: int,
 ) -> None:
-    """Launch what a greedy draft runs beside its model.
+    """Launch what a greedy draft with one group of KV caches runs beside its model.
 
     Args:
         buffers: the draft's.
         head: [N, H], its weights.
         offsets: of `DraftHead`.
-        slot_table: of `DraftHost`.
-        num_draft_tokens: K.
         max_model_len: as for `prepare_decode_inputs`.
         sample_offset: likewise.
     """
     queue = BatchQueue(_META, filters=False)
+    integers = torch.empty(1, 1, dtype=torch.int64, device=_META)
+    slot_table = SlotTable(integers.to(torch.int32), integers[0], 16)
     prepare_queued_prefill_inputs(buffers, queue, 1, sample_offset=sample_offset)
     forms = [argmax_keys(torch.empty(1, len(head), dtype=head.dtype, device=_META), offsets)]
     if offsets is None and takes(2, head):
@@ -94,4 +92,4 @@ def between_passes(
             prepare_decode_inputs(
                 buffers, drafted, feedback, rows, max_model_len, sample_offset=sample_offset, queue=moved_on
             )
-        update_after_step(buffers, drafted, feedback, rows, num_draft_tokens, max_model_len, slot_table)
+        update_after_step(buffers, drafted, feedback, rows, 2, max_model_len, slot_table)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vllm_eagle_mrv2 import compile_ahead
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 
 _BACKENDS = "vllm.v1.attention.backends"
@@ -32,7 +33,7 @@ class DecodeMetadata:
     causal: bool = True
 
 
-def install(draft: torch.nn.Module, target: torch.nn.Module) -> bool:
+def install(draft: torch.nn.Module, target: torch.nn.Module, block_size: int = 16) -> bool:
     """Have a draft's plain FlashAttention and FlashInfer layers attend so where a batch has one token a request.
 
     FlashInfer's do so for `DecodeMetadata` alone: its builder's says nothing of lengths and blocks.
@@ -40,6 +41,7 @@ def install(draft: torch.nn.Module, target: torch.nn.Module) -> bool:
     Args:
         draft: loaded.
         target: the target model, whose layers stay as they are.
+        block_size: tokens in a block of the cache, for which the kernel is compiled ahead.
 
     Returns:
         whether these are all attention layers of the draft, so that `DecodeMetadata` is all that draft decodes need.
@@ -50,6 +52,11 @@ def install(draft: torch.nn.Module, target: torch.nn.Module) -> bool:
     plain = [layer for layer in layers if _is_plain(layer.impl)]
     for layer in plain:
         _attend_by_ours(layer.impl, kernels)
+    weight = next(draft.parameters(), None)
+    if weight is not None:
+        for shape in {_shape(layer.impl) for layer in plain}:
+            launches = functools.partial(compile_ahead.attention, *shape, block_size, weight.dtype, weight.device)
+            compile_ahead.submit(weight.device, launches)
     return len(plain) == len(layers) > 0
 
 
@@ -74,9 +81,13 @@ def _name(impl: Any) -> str:
     return f"{type(impl).__module__}.{type(impl).__qualname__}"
 
 
+def _shape(impl: Any) -> tuple[int, int, int]:
+    return impl.num_heads, impl.num_kv_heads, impl.head_size
+
+
 def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention]) -> None:
     stock_forward = impl.forward
-    shape = (impl.num_heads, impl.num_kv_heads, impl.head_size)
+    shape = _shape(impl)
 
     def forward(
         layer: Any,

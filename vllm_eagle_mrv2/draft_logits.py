@@ -28,8 +28,6 @@ class DraftLogits:
         """Whether logits are being computed for us, so that they need not be whole."""
         self.keys_do = False
         """Whether keys of `argmax_keys` may stand for what is being computed."""
-        self.head: torch.Tensor | None = None
-        """Weights [N, H] of a head that multiplies by `row_products`, from its first use until they are asked for."""
         self._untouched: bool | None = None
         self._rank: int = get_tensor_model_parallel_rank()
         self._ranks: int = get_tensor_model_parallel_world_size()

@@ -55,7 +55,9 @@ def named_in_caches(vllm_config: Any) -> bool:
 
 
 @torch.inference_mode()
-def install(draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits | None = None) -> int:
+def install(
+    draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits | None = None, *, by_keys: bool = False
+) -> int:
     """Have a draft's unquantized layers multiply so; those that it has from the target stay as they are there.
 
     Args:
@@ -63,6 +65,7 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits
         target: the target model.
         logits: of the draft's own ``LogitsProcessor``, which then multiplies so with whichever head it is given; None
             leaves the head out.
+        by_keys: whether an argmax over the head's own rows is all that is asked of it.
 
     Returns:
         how many layers.
@@ -75,7 +78,10 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits
     for layer in kinds.values():
         _compile_ahead(layer)
     if logits is not None:
-        _give_view_of_head(logits)
+        head = getattr(draft, "lm_head", None)  # most likely what the processor will be given
+        if head is not None and _is_linear(head):
+            _compile_ahead(head, by_keys=by_keys and head.tp_size == 1)
+        _give_view_of_head(logits, by_keys)
     return len(layers)
 
 
@@ -118,22 +124,23 @@ def _multiply_by_rows(layer: Any) -> None:
     layer.quant_method.apply = _apply
 
 
-def _compile_ahead(layer: Any, is_head: bool = False) -> None:
+def _compile_ahead(layer: Any, *, by_keys: bool = False) -> None:
     """Have the kernels for a layer compiled now, and not at a capture or by the first request of an eager draft."""
     weight, bias = layer.weight.data, getattr(layer, "bias", None)
+    several = few_rows.variants(weight) if bias is None else []
 
     def launches() -> None:
-        several = few_rows.variants(weight) if bias is None else []
         for num_rows in (1, *several):
             rows = torch.empty(num_rows, weight.shape[1], dtype=weight.dtype, device="meta")
-            if is_head and num_rows > 1:
+            if by_keys and num_rows > 1:
                 few_rows.few_rows_keys(rows, weight)
-            _linear(rows, weight, bias)
+            else:
+                _linear(rows, weight, bias)
 
     compile_ahead.submit(weight.device, launches)
 
 
-def _give_view_of_head(logits: DraftLogits) -> None:
+def _give_view_of_head(logits: DraftLogits, by_keys: bool) -> None:
     """Let a processor see the head that it is given, the target's mostly, as one that multiplies so."""
     processor = logits.processor
     stock_forward = processor.forward
@@ -147,8 +154,7 @@ def _give_view_of_head(logits: DraftLogits) -> None:
             if _is_linear(lm_head):
                 view = copy.copy(lm_head)  # with the very dictionary of parameters, so that new weights are seen
                 _multiply_by_rows(view)
-                _compile_ahead(view, is_head=True)
-                logits.head = view.weight.data
+                _compile_ahead(view, by_keys=by_keys and lm_head.tp_size == 1)
             seen = (lm_head, view)
         view = seen[1]
         if logits.keys_do and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:

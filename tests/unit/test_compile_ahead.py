@@ -59,7 +59,7 @@ head = torch.empty(tokens, width, dtype=dtype)
 offsets = torch.zeros(tokens, dtype=torch.int64) if mapped else None
 table = SlotTable(torch.zeros(8, 48, dtype=torch.int32), torch.zeros(8, dtype=torch.int64), 16)
 with compiles_alone():
-    compile_ahead.between_passes(buffers, head, offsets, table, 3, 4096, 1)
+    compile_ahead.between_passes(buffers, head, offsets, 4096, 1)
     compile_ahead.attention(8, 2, 64, 16, dtype, cpu)
 assert not launched, launched
 

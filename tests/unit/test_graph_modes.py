@@ -80,9 +80,6 @@ class Host(StockHost, Stock):
         self._asked_mode, self._target_mode, self._announced, self.filters_drafts = asked, None, True, False
         self.block_tables = SimpleNamespace(num_kv_cache_groups=2, cp_size=1)
 
-    def _compile_ahead(self) -> None:
-        """Nothing to compile for."""
-
     @contextmanager
     def _decode_capture_sizes(self) -> Iterator[None]:
         self.in_decode_sizes = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -96,46 +96,32 @@ def test_single_rows_alone_and_the_same_result(ours: list[torch.Tensor]) -> None
     assert not ours
 
 
-def test_kernels_are_compiled_when_the_draft_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours: list[torch.Tensor] = []
-    few: list[int] = []
+@pytest.mark.parametrize("by_keys", [False, True], ids=["logits", "keys"])
+def test_kernels_are_compiled_when_the_draft_is_loaded(by_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, int, int]] = []
 
-    def of_a_row(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ours.append(weight)
-        return torch.empty(len(weight))
+    def noting(kind: str) -> Callable[..., torch.Tensor]:
+        def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            compiled.append((kind, len(rows) if rows.dim() > 1 else 1, len(weight)))
+            return torch.empty(len(weight))
 
-    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        few.append(len(rows))
-        return torch.empty(len(rows), len(weight))
+        return product
 
     monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32 and len(weight) >= PADDED)
-    monkeypatch.setattr(row_products, "row_product", of_a_row)
-    monkeypatch.setattr(few_rows, "few_rows_product", product)
-    monkeypatch.setattr(few_rows, "few_rows_keys", product)
+    monkeypatch.setattr(row_products, "row_product", noting("row"))
+    monkeypatch.setattr(few_rows, "few_rows_product", noting("logits"))
+    monkeypatch.setattr(few_rows, "few_rows_keys", noting("keys"))
     monkeypatch.setattr(compile_ahead, "submit", lambda device, call: call())
     target = Target()
     draft = Draft(target)
-    row_products.install(draft, target, DraftLogits.of(draft, target, local=True))
-    assert [tuple(weight.shape) for weight in ours] == [(HIDDEN, 2 * HIDDEN)]
-    draft.compute_logits(inputs(65)[1])  # the profile run, of many rows
-    assert [len(weight) for weight in ours] == [HIDDEN, PADDED]
-    assert few == [16, 16, 32, 32]  # logits and keys
-
-
-def test_keys_of_an_argmax_are_compiled_for_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wide layer has products of few rows too, and nobody takes an argmax of them."""
-    keys: list[int] = []
-    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32)
-    monkeypatch.setattr(row_products, "row_product", lambda row, weight, bias: torch.empty(len(weight)))
-    monkeypatch.setattr(few_rows, "few_rows_product", lambda rows, weight: torch.empty(len(rows), len(weight)))
-    monkeypatch.setattr(few_rows, "few_rows_keys", lambda rows, weight: keys.append(len(weight)))
-    monkeypatch.setattr(compile_ahead, "submit", lambda device, call: call())
-    target = Target()
-    draft = Draft(target)
-    row_products.install(draft, target, DraftLogits.of(draft, target, local=True))
-    assert not keys
-    draft.compute_logits(inputs(65)[1])  # the profile run
-    assert keys == [PADDED] * 2
+    row_products.install(draft, target, DraftLogits.of(draft, target, local=True), by_keys=by_keys)
+    kind = "keys" if by_keys else "logits"
+    of_head = [("row", 1, PADDED), (kind, 16, PADDED), (kind, 32, PADDED)]
+    assert compiled == [("row", 1, HIDDEN), *of_head]
+    # Whichever head the processor is given in the profile run, of many rows.
+    compiled.clear()
+    draft.compute_logits(inputs(65)[1])
+    assert compiled == of_head
 
 
 def test_without_a_processor_of_its_own_the_head_is_left_alone(ours: list[torch.Tensor]) -> None:

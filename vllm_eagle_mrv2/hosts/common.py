@@ -106,10 +106,19 @@ class StockHost(DraftGraphs):
         super().load_model(target_model)  # type: ignore[misc]
         local = self.options.enabled(Behaviour.LOCAL_ARGMAX)
         self._draft_logits = DraftLogits.of(self.model, target_model, local=local)
-        if self.options.enabled(Behaviour.ROW_PRODUCTS):
-            row_products.install(self.model, target_model, self._draft_logits)
+        offsets = DraftHead(self.model).offsets
+        greedy = self.draft_logits is None and self.options.enabled(Behaviour.TWO_STAGE_ARGMAX)
         if self.options.enabled(Behaviour.SINGLE_TOKEN_ATTENTION):
-            self._attends_by_ours = draft_attention.install(self.model, target_model)
+            block_size = self.vllm_config.cache_config.block_size or 16
+            self._attends_by_ours = draft_attention.install(self.model, target_model, block_size)
+        if self.options.enabled(Behaviour.ROW_PRODUCTS):
+            by_keys = greedy and offsets is None
+            row_products.install(self.model, target_model, self._draft_logits, by_keys=by_keys)
+        head = getattr(getattr(self.model, "lm_head", None), "weight", None)
+        if greedy and head is not None and self.request.draft_tokens is None:
+            limits = (self.loop.config.max_model_len, self.sample_offset)
+            launches = functools.partial(compile_ahead.between_passes, self.loop.buffers, head.data, offsets, *limits)
+            compile_ahead.submit(self.device, launches)
         if self.request.draft_tokens is not None:
             from vllm_eagle_mrv2.hosts import weight_updates
 
@@ -126,35 +135,6 @@ class StockHost(DraftGraphs):
         self.slot_table = _slot_table(self.block_tables)
         if self.filters_drafts:
             self._filter_draft_logits()
-        self._compile_ahead()
-
-    def _compile_ahead(self) -> None:
-        """Have compiled what the draft's graphs are going to hold, while the target's are captured."""
-        if self._attends_by_ours:
-            compile_ahead.submit(self.device, self._attend_alone)
-        logits = self._draft_logits
-        if logits is not None and logits.head is not None and self.draft_logits is None and self._head is not None:
-            config = self.loop.config
-            launches = functools.partial(
-                compile_ahead.between_passes,
-                self.loop.buffers,
-                logits.head,
-                self._head.offsets,
-                self.slot_table,
-                config.num_draft_tokens,
-                config.max_model_len,
-                config.sample_offset,
-            )
-            compile_ahead.submit(self.device, launches)
-            logits.head = None  # weights may be replaced, and are not to be kept then
-
-    def _attend_alone(self) -> None:
-        """Launch the attention of draft decodes, for `compile_ahead`."""
-        layers = self.vllm_config.compilation_config.static_forward_context
-        for group in chain.from_iterable(self.attn_groups):
-            impl, dtype = layers[group.layer_names[0]].impl, self.loop.buffers.hidden_states.dtype
-            shape = (impl.num_heads, impl.num_kv_heads, impl.head_size)
-            compile_ahead.attention(*shape, group.kv_cache_spec.block_size, dtype, self.device)
 
     def _builders(self) -> list[Any]:
         return [group.get_metadata_builder(0) for group in chain.from_iterable(self.attn_groups)]

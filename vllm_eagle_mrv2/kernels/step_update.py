@@ -14,7 +14,7 @@ _MAX_BLOCK = 4096
 
 
 # K varies where it is dynamic: a variant per value would be compiled in the middle of serving.
-@triton.jit(do_not_specialize=["num_draft_tokens", "max_model_len"])
+@triton.jit(do_not_specialize=["num_draft_tokens", "max_model_len", "blocks_stride", "block_size"])
 def _step_update_kernel(
     drafted_ptr,
     feedback_ptr,
