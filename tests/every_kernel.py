@@ -98,8 +98,7 @@ def call_every_kernel() -> None:
             for offset in (0, 1):
                 buffers.last_token_indices.zero_()
                 buffers.live_reqs.fill_(2)
-                for moved_on in (None, BatchQueue(torch.device(DEVICE), filters=False)):
-                    prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, sample_offset=offset, queue=moved_on)
+                prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, sample_offset=offset)
             buffers.query_start_loc.copy_(torch.arange(9))
             buffers.idx_mapping.zero_()
             blocks = torch.arange(8 * 256, dtype=torch.int32, device=DEVICE).view(8, 256)

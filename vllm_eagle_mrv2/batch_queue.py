@@ -45,6 +45,7 @@ class BatchQueue:
 
     Attributes:
         slots: [depth, FIELDS] int64 in pinned host memory; all zero, a batch of no requests.
+        slot: [FIELDS] int64 on the device: the slot that the present replay has taken.
         taken: [] int64 on the device: slots that replays have taken.
         seen: [] int64 in pinned host memory: the same number, for the host.
     """
@@ -61,6 +62,7 @@ class BatchQueue:
         self.filters = filters
         self.slots = torch.zeros(depth, FIELDS, dtype=torch.int64, pin_memory=pinned)
         self.seen = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
+        self.slot = torch.zeros(FIELDS, dtype=torch.int64, device=device)
         self.taken = torch.zeros((), dtype=torch.int64, device=device)
         names = list(_TENSORS) if filters else list(_TENSORS)[:-_FILTERS]
         self._tensors = operator.attrgetter(*names)

@@ -78,18 +78,14 @@ def between_passes(
         max_model_len: as for `prepare_decode_inputs`.
         sample_offset: likewise.
     """
-    queue = BatchQueue(_META, filters=False)
     integers = torch.empty(1, 1, dtype=torch.int64, device=_META)
     slot_table = SlotTable(integers.to(torch.int32), integers[0], 16)
-    prepare_queued_prefill_inputs(buffers, queue, 1, sample_offset=sample_offset)
+    prepare_queued_prefill_inputs(buffers, BatchQueue(_META, filters=False), 1, sample_offset=sample_offset)
     forms = [argmax_keys(torch.empty(1, len(head), dtype=head.dtype, device=_META), offsets)]
     if offsets is None and takes(2, head):
         forms.append(few_rows_keys(torch.empty(2, head.shape[1], dtype=head.dtype, device=_META), head))
     feedback = torch.empty(buffers.hidden_states.shape, dtype=buffers.hidden_states.dtype, device=_META)
     for drafted in forms:
         rows = len(drafted)
-        for moved_on in (queue, None):
-            prepare_decode_inputs(
-                buffers, drafted, feedback, rows, max_model_len, sample_offset=sample_offset, queue=moved_on
-            )
+        prepare_decode_inputs(buffers, drafted, feedback, rows, max_model_len, sample_offset=sample_offset)
         update_after_step(buffers, drafted, feedback, rows, 2, max_model_len, slot_table)

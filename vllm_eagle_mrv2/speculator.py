@@ -257,7 +257,7 @@ class DraftLoop:
             prepare_queued_prefill_inputs(self.buffers, queue, num_reqs, **self._inputs)
         if states is not None:
             self._take_states(states, num_tokens)
-        self.prefill(num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, queue=queue)
+        self.prefill(num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode)
         if decodes is None:
             return
         host = self.host
@@ -277,7 +277,6 @@ class DraftLoop:
         mode: Any,
         mm_inputs: Any = None,
         drafts: bool = True,
-        queue: BatchQueue | None = None,
     ) -> None:
         """Draft prefill: forward over the target's batch, the first draft token, and what the first decode starts from.
 
@@ -296,13 +295,7 @@ class DraftLoop:
             keep_logits=True,
         )
         prepare_decode_inputs(
-            buffers,
-            drafted,
-            for_next_step,
-            num_reqs,
-            config.max_model_len,
-            sample_offset=config.sample_offset,
-            queue=queue,
+            buffers, drafted, for_next_step, num_reqs, config.max_model_len, sample_offset=config.sample_offset
         )
 
     def _run_decodes(self, batch: DraftBatch) -> None:

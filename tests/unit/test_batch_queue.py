@@ -11,7 +11,6 @@ import pytest
 import torch
 from test_kernels import (
     DEVICE,
-    MAX_LEN,
     PREFILL_CASES,
     SENTINEL,
     assert_same,
@@ -25,7 +24,6 @@ from test_kernels import (
 from vllm_eagle_mrv2.batch_queue import _TENSORS, BatchQueue
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs_reference, prepare_queued_prefill_inputs
 
 __all__ = ["pytestmark"]  # of test_kernels: these need its device too
@@ -40,15 +38,11 @@ def queue_of(*batches: DraftBatch, filters: bool = True, depth: int = 64) -> Bat
 
 def take(queue: BatchQueue, buffers: DraftBuffers | None = None) -> DraftBuffers:
     """What a replay does with the queue; the buffers after it."""
-    buffers = poisoned(8, 64, hidden_size=2) if buffers is None else buffers
+    buffers = poisoned(8, 64) if buffers is None else buffers
     prepare_queued_prefill_inputs(buffers, queue, 8)
-    filled = clone(buffers)
-    buffers.last_token_indices.zero_()
-    tokens = torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    prepare_decode_inputs(buffers, tokens, torch.zeros(1, 2, device=DEVICE), 8, MAX_LEN, queue=queue)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    return filled
+    return buffers
 
 
 def without_requests(buffers: DraftBuffers) -> DraftBuffers:
@@ -105,7 +99,7 @@ def test_every_replay_takes_the_next_batch() -> None:
         waiting.append(target_batch([1 + seed % 4] * (1 + seed % 7), seed=seed))
         queue.put(waiting[-1])
         if len(waiting) == 4:
-            expected = poisoned(8, 64, hidden_size=2)
+            expected = poisoned(8, 64)
             prepare_prefill_inputs_reference(expected, waiting[0])
             assert_same(take(queue), expected)
             waiting.pop(0)
@@ -127,7 +121,7 @@ def test_a_full_queue_waits_for_the_gpu() -> None:
 
 def test_an_empty_queue_holds_no_requests() -> None:
     """As passes before a capture find it."""
-    before = poisoned(8, 64, hidden_size=2)
+    before = poisoned(8, 64)
     assert_same(take(queue_of(), clone(before)), without_requests(before))
 
 
@@ -170,6 +164,6 @@ def test_the_tensors_may_lie_anywhere() -> None:
     take(queue)
     for name in names:
         getattr(batch, name).fill_(1)
-    expected = poisoned(8, 64, hidden_size=2)
+    expected = poisoned(8, 64)
     prepare_prefill_inputs_reference(expected, moved)
     assert_same(take(queue), expected)

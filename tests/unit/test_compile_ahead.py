@@ -69,8 +69,7 @@ keys = [argmax_keys(torch.empty(rows, tokens, dtype=dtype), offsets) for rows in
 keys += [] if mapped else [few_rows_keys(torch.empty(rows, width, dtype=dtype), head) for rows in (2, 8)]
 for drafted in keys:
     feedback = torch.empty(64, width, dtype=dtype)
-    for moved_on in (queue, None):
-        prepare_decode_inputs(buffers, drafted, feedback, len(drafted), 4096, sample_offset=1, queue=moved_on)
+    prepare_decode_inputs(buffers, drafted, feedback, len(drafted), 4096, sample_offset=1)
     update_after_step(buffers, drafted, feedback[: len(drafted)], len(drafted), 3, 4096, table)
 cache = torch.empty(7, 2, 16, 2, 64, dtype=dtype)
 query, lengths = torch.empty(5, 8, 64, dtype=dtype), torch.zeros(5, dtype=torch.int32)

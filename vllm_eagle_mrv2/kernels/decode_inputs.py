@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.buffers import DraftBuffers
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 from vllm_eagle_mrv2.kernels.launching import launch
@@ -33,8 +32,6 @@ def _decode_inputs_kernel(
     hidden_states_ptr,
     hidden_states_stride,
     draft_step_ptr,
-    taken_ptr,
-    seen_ptr,
     hidden_size,
     num_rows,
     max_num_reqs,
@@ -43,7 +40,6 @@ def _decode_inputs_kernel(
     LANES: tl.constexpr,
     PAIRS: tl.constexpr,
     SAMPLE_OFFSET: tl.constexpr,
-    QUEUED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -55,10 +51,6 @@ def _decode_inputs_kernel(
             inside = each < max_num_reqs
             tl.store(seq_lens_ptr + each, 0, mask=inside & (each >= live))
             tl.store(draft_step_ptr + each, 1, mask=inside)
-        if QUEUED:
-            taken = tl.load(taken_ptr) + 1
-            tl.store(taken_ptr, taken)
-            tl.store(seen_ptr, taken)
         return
 
     token = drafted_token(drafted_ptr, row, KEYS, LANES, PAIRS)
@@ -90,7 +82,6 @@ def prepare_decode_inputs(
     max_model_len: int,
     *,
     sample_offset: int = 0,
-    queue: BatchQueue | None = None,
 ) -> None:
     """Record the first draft tokens, and turn the state after a draft prefill into the input of the first draft decode.
 
@@ -106,7 +97,6 @@ def prepare_decode_inputs(
         num_rows: rows to make; requests beyond them count as padding.
         max_model_len: positions and lengths are clamped to it.
         sample_offset: as for `prepare_prefill_inputs`.
-        queue: where the batch came from, moved on to the next.
     """
     launch(_decode_inputs_kernel, (num_rows + 1,))(
         drafted,
@@ -125,15 +115,12 @@ def prepare_decode_inputs(
         buffers.hidden_states,
         buffers.hidden_states.stride(0),
         buffers.draft_step,
-        None if queue is None else queue.taken,
-        None if queue is None else queue.seen,
         feedback.shape[1],
         num_rows,
         buffers.max_num_reqs,
         max_model_len,
         **how_drafted(drafted),
         SAMPLE_OFFSET=sample_offset,
-        QUEUED=queue is not None,
         BLOCK=_BLOCK,
     )
 
