@@ -399,8 +399,7 @@ def prepare_queued_prefill_inputs(
 ) -> None:
     """`prepare_prefill_inputs` for the next batch of a queue, as a graph can hold it.
 
-    One warp fetches the slot: read over the bus by each program for itself it took 9.4 us of an H200 for two programs, and
-    more for more.
+    One warp fetches the slot over the bus: when each program did so for itself, two of them took 9.4 us on an H200.
 
     Args:
         buffers: the draft's buffers, written.
