@@ -182,14 +182,17 @@ def main() -> None:
     parser.add_argument("releases", nargs="+")
     parser.add_argument("--have", type=Path, required=True)
     parser.add_argument("--with-torch", action="store_true")
-    parser.add_argument("--with", dest="further", nargs="+", default=[], metavar="NAME==VERSION")
+    parser.add_argument(
+        "--with", dest="further", nargs="+", default=[], metavar="NAME==VERSION", help="in each release's own folder"
+    )
     parser.add_argument("--sm", type=int, default=90)
     parser.add_argument("--part-mb", type=int, default=52)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "vllm-gpu-pack")
     options = parser.parse_args()
 
     have = {str(canonicalize_name(line.split("==")[0])) for line in options.have.read_text().split()}
-    shared: dict[str, str] = dict(one.split("==") for one in options.further)
+    further = dict(one.split("==") for one in options.further)
+    shared: dict[str, str] = {}
     sites: dict[str, list[str]] = {}
     for release in options.releases:
         (wheel,) = download([f"vllm=={release}"], options.cache)
@@ -197,7 +200,7 @@ def main() -> None:
         missing = [str(one) for name, one in needs.items() if name not in have and not LEFT_OUT.fullmatch(name)]
         found = resolve(missing)
         found = {name: pin for name, pin in found.items() if name not in have and not LEFT_OUT.fullmatch(name)}
-        own = {"vllm": release}
+        own = {"vllm": release} | further
         if options.with_torch:
             (torch,) = download([f"torch{needs['torch'].specifier}"], options.cache)
             needs |= {canonicalize_name(one.name): one for one in requirements_of(torch)}

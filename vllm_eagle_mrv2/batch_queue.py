@@ -30,7 +30,7 @@ _TENSORS = {
 _FILTERS = 2  # the last of them, where drafts honour top-k and top-p
 _WIDTHS = {torch.int32: 1, torch.int64: 2}  # of an idx_mapping, in int32
 FIELDS = 16
-"""int64 of a slot: number of requests, width of an index, addresses; a power of two, to be loaded at once."""
+"""int64 of a slot: number of requests, width of an index, addresses; a power of two, to be fetched at once."""
 _SLOT = struct.Struct(f"={FIELDS}q")
 _EMPTY = (0,) * FIELDS
 
@@ -40,8 +40,8 @@ class BatchQueue:
 
     A graph holds addresses, and some of a batch's tensors are new every iteration.  So the host writes a batch's
     addresses into the next of ``depth`` slots before it launches the graph, and each replay takes the next slot: one
-    launch brings the inputs and drafts, without a copy and without new graph parameters.  It is how vLLM hands over its
-    own request states (UVA), with room for the batches that the host is ahead by.
+    launch brings the inputs and drafts, with no copy by the host and no new graph parameters.  vLLM hands over its own
+    request states so (UVA); here there is room for the batches that the host is ahead by.
 
     Attributes:
         slots: [depth, FIELDS] int64 in pinned host memory; all zero, a batch of no requests.

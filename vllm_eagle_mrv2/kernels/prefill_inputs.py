@@ -225,14 +225,8 @@ def _take_slot_kernel(slots_ptr, taken_ptr, seen_ptr, slot_ptr, depth, FIELDS: t
 
 
 @triton.jit
-def _field(slot, number: tl.constexpr, FIELDS: tl.constexpr):
-    """One of the int64 of a slot."""
-    return tl.sum(tl.where(tl.arange(0, FIELDS) == number, slot, 0), axis=0)
-
-
-@triton.jit
-def _address(slot, number: tl.constexpr, dtype: tl.constexpr, FIELDS: tl.constexpr):
-    return _field(slot, number, FIELDS).to(tl.pointer_type(dtype))
+def _address(slot_ptr, number: tl.constexpr, dtype: tl.constexpr):
+    return tl.load(slot_ptr + number).to(tl.pointer_type(dtype))
 
 
 @triton.jit(do_not_specialize=["max_num_reqs"])
@@ -258,15 +252,13 @@ def _queued_prefill_inputs_kernel(
     PAD: tl.constexpr,
     PAD_MAPPING: tl.constexpr,
     FILTERS: tl.constexpr,
-    FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    slot = tl.load(slot_ptr + tl.arange(0, FIELDS))
-    num_reqs = _field(slot, 0, FIELDS).to(tl.int32)
+    num_reqs = tl.load(slot_ptr).to(tl.int32)
     if row > num_reqs:
         return
-    target_query_start_loc_ptr = _address(slot, 7, tl.int32, FIELDS)
+    target_query_start_loc_ptr = _address(slot_ptr, 7, tl.int32)
     if row == num_reqs:
         # An empty slot has no addresses.
         end = tl.load(target_query_start_loc_ptr + num_reqs, mask=num_reqs > 0, other=0)
@@ -287,24 +279,24 @@ def _queued_prefill_inputs_kernel(
         )
         return
     # The low half of a wider index.
-    width = _field(slot, 1, FIELDS)
-    target_idx_mapping_ptr = _address(slot, 2, tl.int32, FIELDS)
+    width = tl.load(slot_ptr + 1)
+    target_idx_mapping_ptr = _address(slot_ptr, 2, tl.int32)
     state = tl.load(target_idx_mapping_ptr + row * width).to(tl.int64)
     _fill_row(
         row,
-        _address(slot, 5, tl.int32, FIELDS),
-        _address(slot, 6, tl.int64, FIELDS),
+        _address(slot_ptr, 5, tl.int32),
+        _address(slot_ptr, 6, tl.int64),
         target_query_start_loc_ptr,
-        _address(slot, 8, tl.int32, FIELDS),
+        _address(slot_ptr, 8, tl.int32),
         state,
-        _address(slot, 3, tl.int32, FIELDS),
-        _address(slot, 4, tl.int32, FIELDS),
-        _address(slot, 9, tl.int64, FIELDS),
-        _address(slot, 10, tl.int32, FIELDS),
-        _address(slot, 11, tl.float32, FIELDS),
-        _address(slot, 12, tl.int64, FIELDS),
-        _address(slot, 13, tl.int32, FIELDS),
-        _address(slot, 14, tl.float32, FIELDS),
+        _address(slot_ptr, 3, tl.int32),
+        _address(slot_ptr, 4, tl.int32),
+        _address(slot_ptr, 9, tl.int64),
+        _address(slot_ptr, 10, tl.int32),
+        _address(slot_ptr, 11, tl.float32),
+        _address(slot_ptr, 12, tl.int64),
+        _address(slot_ptr, 13, tl.int32),
+        _address(slot_ptr, 14, tl.float32),
         input_ids_ptr,
         positions_ptr,
         query_start_loc_ptr,
@@ -433,7 +425,6 @@ def prepare_queued_prefill_inputs(
         PAD=pad_last_token_indices,
         PAD_MAPPING=pad_idx_mapping,
         FILTERS=queue.filters,
-        FIELDS=FIELDS,
         BLOCK=_BLOCK,
     )
 
