@@ -124,6 +124,23 @@ def test_kernels_are_compiled_when_the_draft_is_loaded(by_keys: bool, monkeypatc
     assert compiled == of_head
 
 
+def test_keys_of_an_argmax_are_compiled_for_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide layer has products of few rows too, and nobody takes an argmax of them."""
+    keys: list[int] = []
+    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32)
+    monkeypatch.setattr(row_products, "row_product", lambda row, weight, bias: torch.empty(len(weight)))
+    monkeypatch.setattr(few_rows, "few_rows_product", lambda rows, weight: torch.empty(len(rows), len(weight)))
+    monkeypatch.setattr(few_rows, "few_rows_keys", lambda rows, weight: keys.append(len(weight)))
+    monkeypatch.setattr(compile_ahead, "submit", lambda device, call: call())
+    target = Target()
+    draft = Draft(target)
+    draft.fc.bias = None
+    row_products.install(draft, target, DraftLogits.of(draft, target, local=True), by_keys=True)
+    draft.compute_logits(inputs(65)[1])  # the profile run
+    assert keys
+    assert set(keys) == {PADDED}
+
+
 def test_without_a_processor_of_its_own_the_head_is_left_alone(ours: list[torch.Tensor]) -> None:
     target = Target()
     draft = Draft(target)
