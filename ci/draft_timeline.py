@@ -7,7 +7,8 @@ Runs one engine of the given method in this process, with random weights, and pr
 activities alone, which leaves the host as fast as it is.  A marker kernel before and after ``propose`` bounds the draft
 phase.  The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's start to
 the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's start to
-the next, and ``iteration_busy_us`` what kernels run in it.
+the next, and ``iteration_busy_us`` what kernels run in it.  ``compiled_s`` has the
+Triton kernels whose compilation the engine's start waited for, in seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -124,6 +126,23 @@ def record_capture(into: dict[str, Any]) -> None:
     runner.capture_model = recorded
 
 
+def record_compilations(into: dict[str, float]) -> None:
+    """Note how long this thread compiles Triton kernels, by their names; what others compile, nobody waits for."""
+    runtime: Any = importlib.import_module("triton").knobs.runtime
+    thread, began = threading.get_ident(), 0.0
+
+    def begins(*args: Any, **kwargs: Any) -> None:
+        nonlocal began
+        if threading.get_ident() == thread:
+            began = time.perf_counter()
+
+    def ends(*args: Any, fn: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            into[fn.name] = round(into.get(fn.name, 0.0) + time.perf_counter() - began, 3)
+
+    runtime.jit_cache_hook, runtime.jit_post_compile_hook = begins, ends
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Start the engine, and profile it."""
     method = options.family if options.method == "stock" else f"{METHOD}:{options.family}"
@@ -133,8 +152,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import vllm
     from torch.autograd import DeviceType
 
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"compiled_s": {}}
     record_capture(found)
+    record_compilations(found["compiled_s"])
     with tempfile.TemporaryDirectory() as folder:
         subject = shape_subject(Path(folder), options.shape, options.family, options.batch)
         sys.path[:0] = subject.plugins.values()

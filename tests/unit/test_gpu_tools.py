@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import struct
 import subprocess
+import threading
+import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ci_scripts import CI, ci_module
@@ -146,6 +149,27 @@ def test_what_a_timeline_says() -> None:
     assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
     assert found["kernels"] == {"draft": {"count": 2, "us": 160.0}, "overlapping": {"count": 1, "us": 30.0}}
     assert found["largest_gaps_us"] == [20.0, -10.0]
+
+
+def test_what_a_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("triton").knobs.runtime
+    for name in ("jit_cache_hook", "jit_post_compile_hook"):
+        monkeypatch.setattr(runtime, name, None)
+    compiled: dict[str, float] = {}
+    ci_module("draft_timeline").record_compilations(compiled)
+
+    def compile_kernel(name: str) -> None:
+        assert not runtime.jit_cache_hook(fn=SimpleNamespace(name=name))  # or Triton would leave it
+        time.sleep(0.01)
+        runtime.jit_post_compile_hook(fn=SimpleNamespace(name=name))
+
+    for name in ("once", "twice", "twice"):
+        compile_kernel(name)
+    other = threading.Thread(target=compile_kernel, args=("by another thread",))
+    other.start()
+    other.join()
+    assert compiled.keys() == {"once", "twice"}
+    assert compiled["twice"] > compiled["once"] > 0
 
 
 def test_what_found_no_memory_has_not_run(tmp_path: Path) -> None:
