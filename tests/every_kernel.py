@@ -24,7 +24,7 @@ from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
-from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_queued_prefill_inputs
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.row_product import row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
@@ -67,18 +67,10 @@ def call_every_kernel() -> None:
     """One launch of each variant, on small inputs."""
     for offset in (0, 1):
         for pad in (True, False):
-            prepare_prefill_inputs(
-                poisoned(8, 64),
-                target_batch([4, 4]),
-                sample_offset=offset,
-                pad_last_token_indices=pad,
-                pad_idx_mapping=pad,
-            )
-            for filters in (True, False):
-                queue = BatchQueue(torch.device(DEVICE), filters=filters)
-                batch = target_batch([4, 4])
+            for batch in (target_batch([4, 4]), target_batch([4, 4], dummy_run=True)):
+                queue = BatchQueue(torch.device(DEVICE))
                 queue.put(batch)
-                prepare_queued_prefill_inputs(
+                prepare_prefill_inputs(
                     poisoned(8, 64),
                     queue,
                     3,

@@ -1,4 +1,4 @@
-"""How batches reach a captured graph: through pinned memory that the GPU reads by itself."""
+"""How batches reach the GPU, captured graphs included: through pinned memory that it reads by itself."""
 
 from __future__ import annotations
 
@@ -27,60 +27,58 @@ _TENSORS = {
     "top_p": torch.float32,
 }
 """Of a `DraftBatch`, with the dtypes that the kernel reads; the addresses of a slot, in this order."""
-_FILTERS = 2  # the last of them, where drafts honour top-k and top-p
+_FILTERS = 2  # the last of them, which a batch may lack
+_with_filters = operator.attrgetter(*_TENSORS)
+_without_filters = operator.attrgetter(*list(_TENSORS)[:-_FILTERS])
+_TYPES = list(_TENSORS.values())
 _WIDTHS = {torch.int32: 1, torch.int64: 2}  # of an idx_mapping, in int32
 FIELDS = 16
-"""int64 of a slot: number of requests, width of an index, addresses; a power of two, to be fetched at once."""
+"""int64 of a slot: number of requests, width of an index, addresses, 0; a power of two, to be fetched at once."""
 _SLOT = struct.Struct(f"={FIELDS}q")
 _EMPTY = (0,) * FIELDS
 
 
 class BatchQueue:
-    """Where the host leaves each batch for the replay that is to draft for it.
+    """Where the host leaves each batch for the draft phase that is its own.
 
     A graph holds addresses, and some of a batch's tensors are new every iteration.  So the host writes a batch's
     addresses into the next of ``depth`` slots before it launches the graph, and each replay takes the next slot: one
     launch brings the inputs and drafts, with no copy by the host and no new graph parameters.  vLLM hands over its own
-    request states so (UVA); here there is room for the batches that the host is ahead by.
+    request states so (UVA); here there is room for the batches that the host is ahead by.  Phases without a graph take
+    theirs in the same way.
 
     Attributes:
         slots: [depth, FIELDS] int64 in pinned host memory; all zero, a batch of no requests.
-        slot: [FIELDS] int64 on the device: the slot that the present replay has taken.
-        taken: [] int64 on the device: slots that replays have taken.
+        slot: [FIELDS] int64 on the device: the slot that the present phase has taken.
+        taken: [] int64 on the device: slots that phases have taken.
         seen: [] int64 in pinned host memory: the same number, for the host.
     """
 
-    def __init__(self, device: torch.device, *, filters: bool, depth: int = 64) -> None:
+    def __init__(self, device: torch.device, *, depth: int = 64) -> None:
         """Make an empty queue.
 
         Args:
-            device: of the graphs.
-            filters: whether drafts honour top-k and top-p.
+            device: of the draft.
             depth: batches that may wait.
         """
         pinned = device.type == "cuda"
-        self.filters = filters
         self.slots = torch.zeros(depth, FIELDS, dtype=torch.int64, pin_memory=pinned)
         self.seen = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
         self.slot = torch.zeros(FIELDS, dtype=torch.int64, device=device)
         self.taken = torch.zeros((), dtype=torch.int64, device=device)
-        names = list(_TENSORS) if filters else list(_TENSORS)[:-_FILTERS]
-        self._tensors = operator.attrgetter(*names)
-        self._types = [_TENSORS[name] for name in names[1:]]
-        self._unused = (0,) * (FIELDS - 2 - len(names))
         self._written = 0
         # Views of the same memory: an element of a tensor costs the host a microsecond.
         self._bytes = memoryview(self.slots.numpy()).cast("B")
         self._seen = self.seen.view(1).numpy()
 
     def put(self, batch: DraftBatch) -> None:
-        """Leave a batch for the next replay; waits where all slots are of batches that the GPU has yet to take.
+        """Leave a batch for the next phase; waits where all slots are of batches that the GPU has yet to take.
 
-        The batch's tensors must live until that replay is launched, on the stream that they are used on.  A dummy
-        batch names no requests, and counts as one without any.
+        The batch's tensors must live until that phase is launched, on the stream that they are used on.  A dummy batch
+        names slots of live requests that it must leave alone, and counts as one without any.
 
         Raises:
-            EagleMRV2Error: a tensor is not of the type that the graph reads.
+            EagleMRV2Error: a tensor is not of the type that the kernel reads.
         """
         depth = len(self.slots)
         while self._written - int(self._seen[0]) >= depth:
@@ -90,27 +88,27 @@ class BatchQueue:
         self._written += 1
 
     def _fields(self, batch: DraftBatch) -> tuple[int, ...]:
-        tensors = self._tensors(batch)
+        tensors = (_without_filters if batch.top_k is None else _with_filters)(batch)
+        number = len(tensors)
         try:
             width = _WIDTHS[tensors[0].dtype]
-            if [tensor.dtype for tensor in tensors[1:]] == self._types:
-                return (batch.num_reqs, width, *[tensor.data_ptr() for tensor in tensors], *self._unused)
+            if [tensor.dtype for tensor in tensors[1:]] == _TYPES[1:number]:
+                addresses = [tensor.data_ptr() for tensor in tensors]
+                return (batch.num_reqs, width, *addresses, *_EMPTY[2 + number :])
         except (AttributeError, KeyError):
             pass
-        names = list(_TENSORS)[: len(tensors)]
-        found = {name: getattr(tensor, "dtype", None) for name, tensor in zip(names, tensors, strict=True)}
+        found = {name: getattr(tensor, "dtype", None) for name, tensor in zip(_TENSORS, tensors, strict=False)}
         wrong = [
             f"{name} {dtype}"
             for name, dtype in found.items()
             if dtype not in (_WIDTHS if name == "idx_mapping" else (_TENSORS[name],))
         ]
         raise EagleMRV2Error(
-            f"the graph of a draft phase does not read a batch with {', '.join(wrong)}; disable one_draft_graph "
-            "and report it."
+            f"the draft cannot read a batch with {', '.join(wrong)}; go back to vLLM's own method and report it."
         )
 
     def clear(self) -> None:
-        """Forget all batches, those too that passes outside of graphs took (warm-up before a capture)."""
+        """Forget all batches, those too that passes took which had none (warm-up before a capture)."""
         if self.taken.is_cuda:
             torch.cuda.synchronize(self.taken.device)
         self.taken.zero_()

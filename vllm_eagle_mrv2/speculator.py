@@ -17,7 +17,7 @@ from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
-from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_queued_prefill_inputs
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 from vllm_eagle_mrv2.options import Options
 
@@ -146,8 +146,8 @@ class DraftLoop:
         self.host = host
         self.config = config
         self.buffers = buffers
-        self.queue: BatchQueue | None = None
-        """Brings batches to graphs of whole draft phases; made for each capture of them."""
+        self.queue = BatchQueue(buffers.input_ids.device)
+        """Brings batches to the draft prefill, wherever it runs."""
         self.warms_up = False
         """Whether passes outside of a graph are but to warm up for its capture."""
         on = config.options.enabled
@@ -191,7 +191,8 @@ class DraftLoop:
     def _prepare_prefill(self, batch: DraftBatch, run: GraphRun | None) -> tuple[GraphRun, int]:
         """Fill the buffers, and choose how the draft prefill runs if it is not yet chosen, over how many tokens."""
         host = self.host
-        prepare_prefill_inputs(self.buffers, batch, **self._inputs)
+        self.queue.put(batch)
+        prepare_prefill_inputs(self.buffers, self.queue, batch.num_reqs, **self._inputs)
         num_tokens, num_tokens_padded = host.begin_prefill(batch)
         if run is None:
             run = host.dispatch_prefill(batch, num_tokens, num_tokens_padded)
@@ -211,7 +212,6 @@ class DraftLoop:
         self.buffers.hidden_states[:num_tokens].copy_(self.host.combine(states.rows(num_tokens)))
 
     def _replay_phase(self, batch: DraftBatch, run: GraphRun) -> None:
-        assert self.queue is not None
         self._leave_states(batch, run, batch.num_tokens_padded)
         self.queue.put(batch)
         self.host.replay_prefill(run)
@@ -249,12 +249,12 @@ class DraftLoop:
         num_tokens_across_dp: Any,
         mode: Any,
         states: TargetStates | None = None,
-        queue: BatchQueue | None = None,
+        inputs: bool = False,
         decodes: CapturedAttentionState | None = None,
     ) -> None:
-        """A draft prefill; where they are given its inputs, the target's states, and all draft decodes: one graph's."""
-        if queue is not None:
-            prepare_queued_prefill_inputs(self.buffers, queue, num_reqs, **self._inputs)
+        """A draft prefill; where asked for its inputs and the target's states before it, all draft decodes after it."""
+        if inputs:
+            prepare_prefill_inputs(self.buffers, self.queue, num_reqs, **self._inputs)
         if states is not None:
             self._take_states(states, num_tokens)
         self.prefill(num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode)

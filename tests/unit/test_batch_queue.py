@@ -1,36 +1,25 @@
-"""Batches reach a graph through the queue as they would by a launch of their own."""
+"""Each draft phase, graphs included, takes the batch that was left for it."""
 
 from __future__ import annotations
 
 import threading
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from test_kernels import (
-    DEVICE,
-    PREFILL_CASES,
-    SENTINEL,
-    assert_same,
-    clone,
-    ints,
-    poisoned,
-    pytestmark,
-    target_batch,
-)
+from test_kernels import DEVICE, assert_same, clone, ints, poisoned, pytestmark, target_batch
 
 from vllm_eagle_mrv2.batch_queue import _TENSORS, BatchQueue
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs_reference, prepare_queued_prefill_inputs
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_prefill_inputs_reference
 
 __all__ = ["pytestmark"]  # of test_kernels: these need its device too
 
 
-def queue_of(*batches: DraftBatch, filters: bool = True, depth: int = 64) -> BatchQueue:
-    queue = BatchQueue(torch.device(DEVICE), filters=filters, depth=depth)
+def queue_of(*batches: DraftBatch, depth: int = 64) -> BatchQueue:
+    queue = BatchQueue(torch.device(DEVICE), depth=depth)
     for batch in batches:
         queue.put(batch)
     return queue
@@ -39,7 +28,7 @@ def queue_of(*batches: DraftBatch, filters: bool = True, depth: int = 64) -> Bat
 def take(queue: BatchQueue, buffers: DraftBuffers | None = None) -> DraftBuffers:
     """What a replay does with the queue; the buffers after it."""
     buffers = poisoned(8, 64) if buffers is None else buffers
-    prepare_queued_prefill_inputs(buffers, queue, 8)
+    prepare_prefill_inputs(buffers, queue, 8)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     return buffers
@@ -52,44 +41,6 @@ def without_requests(buffers: DraftBuffers) -> DraftBuffers:
         getattr(expected, name).zero_()
     expected.idx_mapping.fill_(-1)
     return expected
-
-
-@pytest.mark.parametrize("sample_offset", [0, 1])
-@pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("rows", ["live", "a graph's"])
-@pytest.mark.parametrize("filters", [False, True], ids=["", "top-k and top-p"])
-@pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
-def test_inputs(case: dict[str, Any], filters: bool, rows: str, idx_dtype: torch.dtype, sample_offset: int) -> None:
-    batch = target_batch(**case, idx_dtype=idx_dtype)
-    if not filters:
-        batch.top_k = batch.top_p = None
-    max_num_reqs = case.get("max_num_reqs", 8)
-    # The draft's own mapping may be of another width than the batch's.
-    before = poisoned(max_num_reqs, batch.num_tokens_padded + 16, idx_dtype=torch.int32)
-    actual, expected = clone(before), clone(before)
-
-    num_rows = batch.num_reqs if rows == "live" else min(max_num_reqs, 40)
-    prepare_queued_prefill_inputs(actual, queue_of(batch, filters=filters), num_rows, sample_offset=sample_offset)
-    if batch.dummy_run:
-        expected = without_requests(before)
-    else:
-        prepare_prefill_inputs_reference(expected, batch, sample_offset=sample_offset)
-
-    assert_same(actual, expected)
-
-
-@pytest.mark.parametrize(
-    ("padded", "option"),
-    [("last_token_indices", "pad_last_token_indices"), ("idx_mapping", "pad_idx_mapping")],
-)
-def test_padding_that_is_switched_off(padded: str, option: str) -> None:
-    batch = target_batch([3, 2], rejected=[1, 0])
-    actual, expected = poisoned(8, 16), poisoned(8, 16)
-    prepare_queued_prefill_inputs(actual, queue_of(batch), 8, **{option: False})
-    prepare_prefill_inputs_reference(expected, batch)
-    getattr(expected, padded)[2:] = SENTINEL
-
-    assert_same(actual, expected)
 
 
 def test_every_replay_takes_the_next_batch() -> None:
@@ -142,17 +93,15 @@ def test_a_type_that_the_graph_does_not_read(name: str) -> None:
     batch = target_batch([2, 2])
     queue = queue_of(batch)  # that one was right
     wrong = replace(batch, **{name: getattr(batch, name).to(torch.int16)})
-    with pytest.raises(EagleMRV2Error, match=rf"does not read a batch with {name} torch.int16; disable one_draft"):
+    with pytest.raises(EagleMRV2Error, match=rf"cannot read a batch with {name} torch.int16; go back to vLLM's own"):
         queue.put(wrong)
     queue.put(batch)
     assert [int(take(queue).live_reqs) for _ in range(3)] == [2, 2, 0]
 
 
-def test_filters_that_are_missing() -> None:
-    batch = replace(target_batch([2]), top_k=None, top_p=None)
-    with pytest.raises(EagleMRV2Error, match="top_k None, top_p None"):
-        queue_of(batch)
-    queue_of(batch, filters=False)
+def test_one_filter_without_the_other() -> None:
+    with pytest.raises(EagleMRV2Error, match="with top_p None"):
+        queue_of(replace(target_batch([2]), top_p=None))
 
 
 def test_the_tensors_may_lie_anywhere() -> None:

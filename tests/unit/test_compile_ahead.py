@@ -31,7 +31,7 @@ from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.launching import compiles_alone
-from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_queued_prefill_inputs
+from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 
@@ -63,8 +63,8 @@ with compiles_alone():
     compile_ahead.attention(8, 2, 64, 16, dtype, cpu)
 assert not launched, launched
 
-queue = BatchQueue(cpu, filters=False)
-prepare_queued_prefill_inputs(buffers, queue, 8, sample_offset=1)
+queue = BatchQueue(cpu)
+prepare_prefill_inputs(buffers, queue, 8, sample_offset=1)
 keys = [argmax_keys(torch.empty(rows, tokens, dtype=dtype), offsets) for rows in (1, 2, 8)]
 keys += [] if mapped else [few_rows_keys(torch.empty(rows, width, dtype=dtype), head) for rows in (2, 8)]
 for drafted in keys:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.options import Options
 
@@ -248,3 +249,32 @@ def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, 
     if found is not None:
         expected = [graphs.hidden_states] if wanted == "last" else graphs.aux_hidden_states
         assert [each.data_ptr() for each in found.used] == [each.data_ptr() for each in expected]
+
+
+def test_captures_find_no_batch_and_leave_none() -> None:
+    """A warm-up takes the next slot: one of a batch long gone would send it to memory that is others' by now."""
+    host: Any = Host(BOTH, set(), enforce_eager=False, dp_size=1)
+    host.num_speculative_steps, host.max_num_reqs, host.device = 1, 4, torch.device("cpu")
+    host.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False, pipeline_parallel_size=1)
+    host.target_input_buffers = host.target_attn_groups = None
+    host.on_prefill_begin = host.on_prefill_end = lambda num_reqs: None
+    queue = BatchQueue(host.device)
+    host.loop = SimpleNamespace(queue=queue, phase=None)
+    graphs = [Descriptor(FULL, 2), Descriptor(FULL, 1)]
+    bring_inputs = []
+
+    def capture_fresh(phase: Any, make_inputs: Any, title: str, held: Any) -> None:
+        assert not queue.slots.any()
+        assert not queue.taken
+        bring_inputs.extend(held(graph)["inputs"] for graph in graphs)
+        queue.taken += 1
+
+    host.prefill_cudagraph_manager = SimpleNamespace(
+        _capture_descs={FULL: graphs}, use_breakable_cg=False, capture_fresh=capture_fresh
+    )
+    host.decode_cudagraph_manager = None
+    queue.slots.fill_(7)
+    queue.taken += 1
+    host.capture()
+    assert bring_inputs == [True, False]
+    assert not queue.taken

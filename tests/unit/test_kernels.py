@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs, prepare_decode_inputs_reference
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
@@ -151,15 +152,32 @@ PREFILL_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def fill(buffers: DraftBuffers, batch: DraftBatch, num_rows: int | None = None, **options: Any) -> None:
+    """`prepare_prefill_inputs` for a batch of its own."""
+    queue = BatchQueue(torch.device(DEVICE))
+    queue.put(batch)
+    prepare_prefill_inputs(buffers, queue, num_rows or batch.num_reqs, **options)
+
+
 @pytest.mark.parametrize("sample_offset", [0, 1])
 @pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("rows", ["live", "a graph's"])
+@pytest.mark.parametrize("filters", [False, True], ids=["", "top-k and top-p"])
 @pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
-def test_prefill_inputs(case: dict[str, Any], idx_dtype: torch.dtype, sample_offset: int) -> None:
+def test_prefill_inputs(
+    case: dict[str, Any], filters: bool, rows: str, idx_dtype: torch.dtype, sample_offset: int
+) -> None:
     batch = target_batch(**case, idx_dtype=idx_dtype)
-    before = poisoned(case.get("max_num_reqs", 8), batch.num_tokens_padded + 16, idx_dtype=idx_dtype)
+    if not filters:
+        batch.top_k = batch.top_p = None
+    max_num_reqs = case.get("max_num_reqs", 8)
+    # The draft's own mapping may be of another width than the batch's.
+    own_dtype = torch.int32 if sample_offset else idx_dtype
+    before = poisoned(max_num_reqs, batch.num_tokens_padded + 16, idx_dtype=own_dtype)
     actual, expected = clone(before), clone(before)
 
-    prepare_prefill_inputs(actual, batch, sample_offset=sample_offset)
+    num_rows = batch.num_reqs if rows == "live" else min(max_num_reqs, 40)
+    fill(actual, batch, num_rows, sample_offset=sample_offset)
     prepare_prefill_inputs_reference(expected, batch, sample_offset=sample_offset)
 
     assert_same(actual, expected)
@@ -180,7 +198,7 @@ def test_prefill_inputs_by_hand() -> None:
         seeds=ints([70, 71, 72, 73, 74], torch.int64),
     )
     buffers = poisoned(5, 13)
-    prepare_prefill_inputs(buffers, batch, sample_offset=1)
+    fill(buffers, batch, sample_offset=1)
 
     gone = SENTINEL
     assert buffers.input_ids.tolist() == [11, 904, gone, gone, 21, 22, 800, 31, 902, gone, gone, gone, gone]
@@ -200,7 +218,7 @@ def test_prefill_inputs_by_hand() -> None:
 def test_dummy_prefill_leaves_request_states_alone() -> None:
     batch = target_batch([3, 3], dummy_run=True)
     buffers = poisoned(8, 16)
-    prepare_prefill_inputs(buffers, batch)
+    fill(buffers, batch)
 
     assert buffers.idx_mapping.tolist() == [-1] * 8
     assert (buffers.temperature == SENTINEL).all()
@@ -211,7 +229,7 @@ def test_prefill_inputs_without_padded_last_token_indices() -> None:
     """What the disabled behaviour leaves out, and nothing more."""
     batch = target_batch([3, 2], rejected=[1, 0])
     actual, expected = poisoned(8, 16), poisoned(8, 16)
-    prepare_prefill_inputs(actual, batch, pad_last_token_indices=False)
+    fill(actual, batch, 8, pad_last_token_indices=False)
     prepare_prefill_inputs_reference(expected, batch)
     expected.last_token_indices[2:] = SENTINEL
 
@@ -220,12 +238,13 @@ def test_prefill_inputs_without_padded_last_token_indices() -> None:
 
 @pytest.mark.parametrize("dummy_run", [False, True])
 def test_prefill_inputs_without_padded_idx_mapping(dummy_run: bool) -> None:
-    """As above; the live rows of a dummy batch are kept away from request states all the same."""
+    """As above; a dummy batch is kept away from request states all the same."""
     batch = target_batch([3, 2], rejected=[1, 0], dummy_run=dummy_run)
     actual, expected = poisoned(8, 16), poisoned(8, 16)
-    prepare_prefill_inputs(actual, batch, pad_idx_mapping=False)
+    fill(actual, batch, 8, pad_idx_mapping=False)
     prepare_prefill_inputs_reference(expected, batch)
-    expected.idx_mapping[2:] = SENTINEL
+    if not dummy_run:
+        expected.idx_mapping[2:] = SENTINEL
 
     assert_same(actual, expected)
 

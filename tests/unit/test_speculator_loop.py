@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
@@ -267,7 +266,7 @@ class ToyHost:
         self.in_replay = True
         decodes = CapturedAttentionState(MAX_NUM_REQS, MAX_NUM_REQS, "captured metadata", None, None)
         captured = (MAX_NUM_REQS, MAX_NUM_TOKENS, None, None, None, "captured")
-        held = {"queue": self.loop.queue, "decodes": decodes} if self.one_graph else {}
+        held = {"inputs": True, "decodes": decodes} if self.one_graph else {}
         self.loop.phase(*captured, states=self.target_outputs, **held)
         self.in_replay = False
 
@@ -288,8 +287,6 @@ def loop_on(
     options = Options(disable=frozenset() if disable is None else frozenset({disable}))
     config = DraftConfig(num_draft_tokens, MAX_LEN, sample_offset, options)
     host.loop = DraftLoop(host, config, make_buffers(num_draft_tokens))
-    if host.has_phase_graphs:
-        host.loop.queue = BatchQueue(torch.device(DEVICE), filters=False)
     return host.loop
 
 

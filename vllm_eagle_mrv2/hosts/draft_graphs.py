@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, PrefillCapture, decode_mode
@@ -26,8 +25,6 @@ class DraftGraphs:
     decode_manager_class: type[DecodeCapture]
     needs_no_builder = False
     """Whether draft decodes go by `decode_metadata` alone, with nothing to build or to plan; known in `set_attn`."""
-    filters_drafts = False
-    """Whether drafts honour the requests' top-k and top-p."""
     graph_scratch: Any = None  # kept for the graphs of a draft whose target has none
     target_outputs: TargetStates | None = None
     target_graphs: Callable[[], Any] | None = None
@@ -179,7 +176,7 @@ class DraftGraphs:
         buffers = self.target_input_buffers if reuse_target else self.input_buffers
         groups = self.target_attn_groups if reuse_target else self.attn_groups
         self._phase_graphs = self._find_phase_graphs()
-        queue = self.loop.queue = BatchQueue(self.device, filters=self.filters_drafts) if self._phase_graphs else None
+        self.loop.queue.clear()  # passes to warm up find no batch
         self.target_outputs = self._find_target_outputs()
         stock: Any = self
         stock.on_prefill_begin(self.max_num_reqs)
@@ -189,12 +186,11 @@ class DraftGraphs:
             "Capturing draft prefill CUDA graphs",
             lambda descriptor: {
                 "states": self.target_outputs if descriptor.cg_mode.name == "FULL" else None,
-                "queue": queue if descriptor in self._phase_graphs else None,
+                "inputs": descriptor in self._phase_graphs,
                 "decodes": self._decodes_in_graph_of(descriptor),
             },
         )
-        if queue is not None:
-            queue.clear()
+        self.loop.queue.clear()
         stock.on_prefill_end(self.max_num_reqs)
         if self.num_speculative_steps == 1:
             return

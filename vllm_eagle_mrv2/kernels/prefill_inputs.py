@@ -1,4 +1,4 @@
-"""Inputs of the draft prefill from the target's batch, in one launch."""
+"""Inputs of the draft prefill from the target's batch."""
 
 from __future__ import annotations
 
@@ -10,207 +10,6 @@ from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
 from vllm_eagle_mrv2.kernels.launching import launch
 
 _BLOCK = 1024
-
-
-@triton.jit
-def _pad(
-    num_reqs,
-    end,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    idx_mapping_ptr,
-    last_token_indices_ptr,
-    sample_positions_ptr,
-    draft_step_ptr,
-    live_reqs_ptr,
-    max_num_reqs,
-    PAD: tl.constexpr,
-    PAD_MAPPING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """What a replayed graph reads beyond the live requests."""
-    for start in range(num_reqs, max_num_reqs + 1, BLOCK):
-        padded = start + tl.arange(0, BLOCK)
-        tl.store(query_start_loc_ptr + padded, end, mask=padded < max_num_reqs + 1)
-        inside = padded < max_num_reqs
-        tl.store(seq_lens_ptr + padded, 0, mask=inside)
-        if PAD:
-            tl.store(last_token_indices_ptr + padded, 0, mask=inside)
-        tl.store(sample_positions_ptr + padded, 0, mask=inside)
-        tl.store(draft_step_ptr + padded, 0, mask=inside)
-        if PAD_MAPPING:
-            tl.store(idx_mapping_ptr + padded, -1, mask=inside)
-    tl.store(live_reqs_ptr, num_reqs)
-
-
-@triton.jit
-def _fill_row(
-    row,
-    # target's batch
-    target_input_ids_ptr,
-    target_positions_ptr,
-    target_query_start_loc_ptr,
-    target_seq_lens_ptr,
-    state,
-    num_sampled_ptr,
-    num_rejected_ptr,
-    last_sampled_ptr,
-    next_prefill_tokens_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    # draft's buffers
-    input_ids_ptr,
-    positions_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    idx_mapping_ptr,
-    draft_temperature_ptr,
-    draft_seeds_ptr,
-    draft_top_k_ptr,
-    draft_top_p_ptr,
-    last_token_indices_ptr,
-    sample_positions_ptr,
-    draft_step_ptr,
-    draft_num_rejected_ptr,
-    dummy_run,
-    SAMPLE_OFFSET: tl.constexpr,
-    FILTERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The inputs of one live request, whose state is ``state``."""
-    lanes = tl.arange(0, BLOCK)
-    start = tl.load(target_query_start_loc_ptr + row)
-    num_rejected = tl.load(num_rejected_ptr + row)
-    tl.store(draft_num_rejected_ptr + row, num_rejected)
-    tl.store(draft_step_ptr + row, 0)
-    length = tl.load(target_query_start_loc_ptr + row + 1) - start - num_rejected
-    tl.store(query_start_loc_ptr + row, start)
-    tl.store(seq_lens_ptr + row, tl.load(target_seq_lens_ptr + row))
-
-    # Every token moves one place to the left; the place that becomes free at the end takes the token that follows.
-    for offset in range(0, length, BLOCK):
-        token = offset + lanes
-        inside = token < length
-        shifted = tl.load(target_input_ids_ptr + start + token + 1, mask=token + 1 < length, other=0)
-        tl.store(input_ids_ptr + start + token, shifted, mask=token + 1 < length)
-        tl.store(positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside)
-    last = start + length - 1
-    # A request in the middle of its prompt sampled nothing: its next prompt token follows.
-    if tl.load(num_sampled_ptr + row) > 0:
-        tl.store(input_ids_ptr + last, tl.load(last_sampled_ptr + state).to(tl.int32))
-    else:
-        tl.store(input_ids_ptr + last, tl.load(next_prefill_tokens_ptr + state).to(tl.int32))
-    tl.store(last_token_indices_ptr + row, last)
-    tl.store(sample_positions_ptr + row, tl.load(target_positions_ptr + last) + SAMPLE_OFFSET)
-
-    if dummy_run != 0:
-        # A dummy batch names slots of live requests; -1 keeps it away from their state.
-        tl.store(idx_mapping_ptr + row, -1)
-    else:
-        tl.store(idx_mapping_ptr + row, state)
-        tl.store(draft_temperature_ptr + state, tl.load(temperature_ptr + state))
-        tl.store(draft_seeds_ptr + state, tl.load(seeds_ptr + state))
-        if FILTERS:
-            tl.store(draft_top_k_ptr + state, tl.load(top_k_ptr + state))
-            tl.store(draft_top_p_ptr + state, tl.load(top_p_ptr + state))
-
-
-# Batch sizes vary: a variant per value (1, multiples of 16) would be compiled in the middle of serving.
-@triton.jit(do_not_specialize=["num_reqs", "max_num_reqs", "dummy_run"])
-def _prefill_inputs_kernel(
-    # target's batch
-    target_input_ids_ptr,
-    target_positions_ptr,
-    target_query_start_loc_ptr,
-    target_seq_lens_ptr,
-    target_idx_mapping_ptr,
-    num_sampled_ptr,
-    num_rejected_ptr,
-    last_sampled_ptr,
-    next_prefill_tokens_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    # draft's buffers
-    input_ids_ptr,
-    positions_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    idx_mapping_ptr,
-    draft_temperature_ptr,
-    draft_seeds_ptr,
-    draft_top_k_ptr,
-    draft_top_p_ptr,
-    last_token_indices_ptr,
-    sample_positions_ptr,
-    draft_step_ptr,
-    draft_num_rejected_ptr,
-    live_reqs_ptr,
-    num_reqs,
-    max_num_reqs,
-    dummy_run,
-    SAMPLE_OFFSET: tl.constexpr,
-    PAD: tl.constexpr,
-    PAD_MAPPING: tl.constexpr,
-    FILTERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    if row == num_reqs:
-        end = tl.load(target_query_start_loc_ptr + num_reqs)
-        _pad(
-            num_reqs,
-            end,
-            query_start_loc_ptr,
-            seq_lens_ptr,
-            idx_mapping_ptr,
-            last_token_indices_ptr,
-            sample_positions_ptr,
-            draft_step_ptr,
-            live_reqs_ptr,
-            max_num_reqs,
-            PAD,
-            PAD_MAPPING,
-            BLOCK,
-        )
-        return
-    state = tl.load(target_idx_mapping_ptr + row).to(tl.int64)
-    _fill_row(
-        row,
-        target_input_ids_ptr,
-        target_positions_ptr,
-        target_query_start_loc_ptr,
-        target_seq_lens_ptr,
-        state,
-        num_sampled_ptr,
-        num_rejected_ptr,
-        last_sampled_ptr,
-        next_prefill_tokens_ptr,
-        temperature_ptr,
-        seeds_ptr,
-        top_k_ptr,
-        top_p_ptr,
-        input_ids_ptr,
-        positions_ptr,
-        query_start_loc_ptr,
-        seq_lens_ptr,
-        idx_mapping_ptr,
-        draft_temperature_ptr,
-        draft_seeds_ptr,
-        draft_top_k_ptr,
-        draft_top_p_ptr,
-        last_token_indices_ptr,
-        sample_positions_ptr,
-        draft_step_ptr,
-        draft_num_rejected_ptr,
-        dummy_run,
-        SAMPLE_OFFSET,
-        FILTERS,
-        BLOCK,
-    )
 
 
 @triton.jit
@@ -229,158 +28,90 @@ def _address(slot_ptr, number: tl.constexpr, dtype: tl.constexpr):
     return tl.load(slot_ptr + number).to(tl.pointer_type(dtype))
 
 
+# A variant per number of requests (1, multiples of 16) would be compiled for nothing.
 @triton.jit(do_not_specialize=["max_num_reqs"])
-def _queued_prefill_inputs_kernel(
+def _prefill_inputs_kernel(
     slot_ptr,
-    # draft's buffers
     input_ids_ptr,
     positions_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     idx_mapping_ptr,
-    draft_temperature_ptr,
-    draft_seeds_ptr,
-    draft_top_k_ptr,
-    draft_top_p_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    top_k_ptr,
+    top_p_ptr,
     last_token_indices_ptr,
     sample_positions_ptr,
     draft_step_ptr,
-    draft_num_rejected_ptr,
+    num_rejected_ptr,
     live_reqs_ptr,
     max_num_reqs,
     SAMPLE_OFFSET: tl.constexpr,
     PAD: tl.constexpr,
     PAD_MAPPING: tl.constexpr,
-    FILTERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
     num_reqs = tl.load(slot_ptr).to(tl.int32)
     if row > num_reqs:
         return
     target_query_start_loc_ptr = _address(slot_ptr, 7, tl.int32)
     if row == num_reqs:
-        # An empty slot has no addresses.
+        # What a replayed graph reads beyond the live requests.  An empty slot has no addresses.
         end = tl.load(target_query_start_loc_ptr + num_reqs, mask=num_reqs > 0, other=0)
-        _pad(
-            num_reqs,
-            end,
-            query_start_loc_ptr,
-            seq_lens_ptr,
-            idx_mapping_ptr,
-            last_token_indices_ptr,
-            sample_positions_ptr,
-            draft_step_ptr,
-            live_reqs_ptr,
-            max_num_reqs,
-            PAD,
-            PAD_MAPPING,
-            BLOCK,
-        )
+        for first in range(num_reqs, max_num_reqs + 1, BLOCK):
+            padded = first + lanes
+            tl.store(query_start_loc_ptr + padded, end, mask=padded < max_num_reqs + 1)
+            inside = padded < max_num_reqs
+            tl.store(seq_lens_ptr + padded, 0, mask=inside)
+            if PAD:
+                tl.store(last_token_indices_ptr + padded, 0, mask=inside)
+            tl.store(sample_positions_ptr + padded, 0, mask=inside)
+            tl.store(draft_step_ptr + padded, 0, mask=inside)
+            # A batch without any is kept away from request states all the same.
+            tl.store(idx_mapping_ptr + padded, -1, mask=inside & ((num_reqs == 0) | PAD_MAPPING))
+        tl.store(live_reqs_ptr, num_reqs)
         return
+
+    start = tl.load(target_query_start_loc_ptr + row)
+    num_rejected = tl.load(_address(slot_ptr, 4, tl.int32) + row)
+    tl.store(num_rejected_ptr + row, num_rejected)
+    tl.store(draft_step_ptr + row, 0)
+    length = tl.load(target_query_start_loc_ptr + row + 1) - start - num_rejected
+    tl.store(query_start_loc_ptr + row, start)
+    tl.store(seq_lens_ptr + row, tl.load(_address(slot_ptr, 8, tl.int32) + row))
+
+    # Every token moves one place to the left; the place that becomes free at the end takes the token that follows.
+    target_input_ids_ptr = _address(slot_ptr, 5, tl.int32)
+    target_positions_ptr = _address(slot_ptr, 6, tl.int64)
+    for offset in range(0, length, BLOCK):
+        token = offset + lanes
+        inside = token < length
+        shifted = tl.load(target_input_ids_ptr + start + token + 1, mask=token + 1 < length, other=0)
+        tl.store(input_ids_ptr + start + token, shifted, mask=token + 1 < length)
+        tl.store(positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside)
+    last = start + length - 1
     # The low half of a wider index.
-    width = tl.load(slot_ptr + 1)
-    target_idx_mapping_ptr = _address(slot_ptr, 2, tl.int32)
-    state = tl.load(target_idx_mapping_ptr + row * width).to(tl.int64)
-    _fill_row(
-        row,
-        _address(slot_ptr, 5, tl.int32),
-        _address(slot_ptr, 6, tl.int64),
-        target_query_start_loc_ptr,
-        _address(slot_ptr, 8, tl.int32),
-        state,
-        _address(slot_ptr, 3, tl.int32),
-        _address(slot_ptr, 4, tl.int32),
-        _address(slot_ptr, 9, tl.int64),
-        _address(slot_ptr, 10, tl.int32),
-        _address(slot_ptr, 11, tl.float32),
-        _address(slot_ptr, 12, tl.int64),
-        _address(slot_ptr, 13, tl.int32),
-        _address(slot_ptr, 14, tl.float32),
-        input_ids_ptr,
-        positions_ptr,
-        query_start_loc_ptr,
-        seq_lens_ptr,
-        idx_mapping_ptr,
-        draft_temperature_ptr,
-        draft_seeds_ptr,
-        draft_top_k_ptr,
-        draft_top_p_ptr,
-        last_token_indices_ptr,
-        sample_positions_ptr,
-        draft_step_ptr,
-        draft_num_rejected_ptr,
-        0,
-        SAMPLE_OFFSET,
-        FILTERS,
-        BLOCK,
-    )
+    state = tl.load(_address(slot_ptr, 2, tl.int32) + row * tl.load(slot_ptr + 1)).to(tl.int64)
+    # A request in the middle of its prompt sampled nothing: its next prompt token follows.
+    if tl.load(_address(slot_ptr, 3, tl.int32) + row) > 0:
+        tl.store(input_ids_ptr + last, tl.load(_address(slot_ptr, 9, tl.int64) + state).to(tl.int32))
+    else:
+        tl.store(input_ids_ptr + last, tl.load(_address(slot_ptr, 10, tl.int32) + state))
+    tl.store(last_token_indices_ptr + row, last)
+    tl.store(sample_positions_ptr + row, tl.load(target_positions_ptr + last) + SAMPLE_OFFSET)
+
+    tl.store(idx_mapping_ptr + row, state)
+    tl.store(temperature_ptr + state, tl.load(_address(slot_ptr, 11, tl.float32) + state))
+    tl.store(seeds_ptr + state, tl.load(_address(slot_ptr, 12, tl.int64) + state))
+    if tl.load(slot_ptr + 13) != 0:  # drafts honour top-k and top-p
+        tl.store(top_k_ptr + state, tl.load(_address(slot_ptr, 13, tl.int32) + state))
+        tl.store(top_p_ptr + state, tl.load(_address(slot_ptr, 14, tl.float32) + state))
 
 
 def prepare_prefill_inputs(
-    buffers: DraftBuffers,
-    batch: DraftBatch,
-    *,
-    sample_offset: int = 0,
-    pad_last_token_indices: bool = True,
-    pad_idx_mapping: bool = True,
-) -> None:
-    """Fill the draft's buffers for the draft prefill of a batch.
-
-    A draft sees the same tokens as the target, one place to the left (EAGLE, arXiv 2401.15077): row ``i`` of the
-    batch with tokens ``t[0..n)`` of which the last ``num_rejected[i]`` were rejected gets ``t[1..n')`` and then the
-    token that follows.  Rejected places keep what they held, no live row reads them.  Beyond the live requests
-    ``query_start_loc`` repeats its last value, ``seq_lens`` and ``last_token_indices`` are 0 (#39773) and
-    ``idx_mapping`` is -1, so that a padded row of a replayed graph touches no request.  What the draft decodes need of
-    the batch is kept too (``num_rejected``, ``live_reqs``), as a graph that holds them cannot be told.
-
-    Args:
-        buffers: the draft's buffers, written.
-        batch: the target's batch, read.
-        sample_offset: what this release's sampler adds to a position to key its random numbers (0 or 1).
-        pad_last_token_indices: off only where ``full_decode_only`` is disabled.
-        pad_idx_mapping: off only where ``padding_without_logits`` is disabled.
-    """
-    launch(_prefill_inputs_kernel, (batch.num_reqs + 1,))(
-        batch.input_ids,
-        batch.positions,
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.idx_mapping,
-        batch.num_sampled,
-        batch.num_rejected,
-        batch.last_sampled,
-        batch.next_prefill_tokens,
-        batch.temperature,
-        batch.seeds,
-        batch.top_k,
-        batch.top_p,
-        buffers.input_ids,
-        buffers.positions,
-        buffers.query_start_loc,
-        buffers.seq_lens,
-        buffers.idx_mapping,
-        buffers.temperature,
-        buffers.seeds,
-        buffers.top_k,
-        buffers.top_p,
-        buffers.last_token_indices,
-        buffers.sample_positions,
-        buffers.draft_step,
-        buffers.num_rejected,
-        buffers.live_reqs,
-        batch.num_reqs,
-        buffers.max_num_reqs,
-        int(batch.dummy_run),
-        SAMPLE_OFFSET=sample_offset,
-        PAD=pad_last_token_indices,
-        PAD_MAPPING=pad_idx_mapping,
-        FILTERS=batch.top_k is not None,
-        BLOCK=_BLOCK,
-    )
-
-
-def prepare_queued_prefill_inputs(
     buffers: DraftBuffers,
     queue: BatchQueue,
     num_rows: int,
@@ -389,7 +120,14 @@ def prepare_queued_prefill_inputs(
     pad_last_token_indices: bool = True,
     pad_idx_mapping: bool = True,
 ) -> None:
-    """`prepare_prefill_inputs` for the next batch of a queue, as a graph can hold it.
+    """Fill the draft's buffers for the draft prefill of the next batch of a queue, in two launches; graphs may hold it.
+
+    A draft sees the same tokens as the target, one place to the left (EAGLE, arXiv 2401.15077): row ``i`` of the
+    batch with tokens ``t[0..n)`` of which the last ``num_rejected[i]`` were rejected gets ``t[1..n')`` and then the
+    token that follows.  Rejected places keep what they held, no live row reads them.  Beyond the live requests
+    ``query_start_loc`` repeats its last value, ``seq_lens`` and ``last_token_indices`` are 0 (#39773) and
+    ``idx_mapping`` is -1, so that a padded row of a replayed graph touches no request.  What the draft decodes need of
+    the batch is kept too (``num_rejected``, ``live_reqs``), as a graph that holds them cannot be told.
 
     One warp fetches the slot over the bus: when each program did so for itself, two of them took 9.4 us on an H200.
 
@@ -397,14 +135,14 @@ def prepare_queued_prefill_inputs(
         buffers: the draft's buffers, written.
         queue: whose next slot is taken, on the device; an empty one is a batch of no requests.
         num_rows: the most requests that the batch may have.
-        sample_offset: as for `prepare_prefill_inputs`, like what follows.
-        pad_last_token_indices: likewise.
-        pad_idx_mapping: likewise.
+        sample_offset: what this release's sampler adds to a position to key its random numbers (0 or 1).
+        pad_last_token_indices: off only where ``full_decode_only`` is disabled.
+        pad_idx_mapping: off only where ``padding_without_logits`` is disabled.
     """
     launch(_take_slot_kernel, (1,))(
         queue.slots, queue.taken, queue.seen, queue.slot, len(queue.slots), FIELDS=FIELDS, num_warps=1
     )
-    launch(_queued_prefill_inputs_kernel, (num_rows + 1,))(
+    launch(_prefill_inputs_kernel, (num_rows + 1,))(
         queue.slot,
         buffers.input_ids,
         buffers.positions,
@@ -424,14 +162,13 @@ def prepare_queued_prefill_inputs(
         SAMPLE_OFFSET=sample_offset,
         PAD=pad_last_token_indices,
         PAD_MAPPING=pad_idx_mapping,
-        FILTERS=queue.filters,
         BLOCK=_BLOCK,
     )
 
 
 def prepare_prefill_inputs_reference(buffers: DraftBuffers, batch: DraftBatch, *, sample_offset: int = 0) -> None:
     """`prepare_prefill_inputs` in plain torch."""
-    live = batch.num_reqs
+    live = 0 if batch.dummy_run else batch.num_reqs
     for row in range(live):
         start = int(batch.query_start_loc[row])
         end = int(batch.query_start_loc[row + 1]) - int(batch.num_rejected[row])
@@ -444,12 +181,11 @@ def prepare_prefill_inputs_reference(buffers: DraftBuffers, batch: DraftBatch, *
         buffers.last_token_indices[row] = end - 1
         buffers.sample_positions[row] = batch.positions[end - 1] + sample_offset
         buffers.num_rejected[row] = batch.num_rejected[row]
-        buffers.idx_mapping[row] = -1 if batch.dummy_run else state
-        if not batch.dummy_run:
-            buffers.temperature[state] = batch.temperature[state]
-            buffers.seeds[state] = batch.seeds[state]
-            if batch.top_k is not None and batch.top_p is not None:
-                buffers.top_k[state], buffers.top_p[state] = batch.top_k[state], batch.top_p[state]
+        buffers.idx_mapping[row] = state
+        buffers.temperature[state] = batch.temperature[state]
+        buffers.seeds[state] = batch.seeds[state]
+        if batch.top_k is not None and batch.top_p is not None:
+            buffers.top_k[state], buffers.top_p[state] = batch.top_k[state], batch.top_p[state]
     buffers.query_start_loc[: live + 1] = batch.query_start_loc[: live + 1]
     buffers.query_start_loc[live:] = batch.query_start_loc[live]
     buffers.seq_lens[:live] = batch.seq_lens[:live]
