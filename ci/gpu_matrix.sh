@@ -9,8 +9,7 @@
 # a path take the place of tests/gpu.
 #
 # ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel, and what else is not as the
-# others need it) and site-deps (what they all need beside torch and triton); site-plugin, with this package and its entry
-# point, is made there.
+# others need it) and site-deps (what they all need beside torch and triton).  This package is installed aside.
 #
 # OUT gets one tests.tar.gz (log and JUnit reports by release), or times.tar.gz (logs) with times.jsonl, for
 # ci/gpu_result.py. Ends with a line for each release; the exit status is 1 where any of them failed.
@@ -48,10 +47,11 @@ on() {
   caches=${caches:-$work/caches/$(folder_of "$1")}
   libraries=$(printf '%s:' "$root/site-$release"/nvidia/*/lib)
   shift
-  env PYTHONPATH="$root/site-plugin:$root/site-$release:$root/site-deps" \
+  env PYTHONPATH="$work/plugin:$root/site-$release:$root/site-deps" \
     LD_LIBRARY_PATH="${libraries%:}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
     HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false \
     VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT="$caches/vllm" TRITON_CACHE_DIR="$caches/triton" \
+    TORCHINDUCTOR_CACHE_DIR="$caches/inductor" \
     timeout --signal=INT --kill-after=20 "${EAGLE_MRV2_LIMIT:-3600}" "$@"
 }
 
@@ -94,8 +94,7 @@ done
 mkdir -p "$out" "$work/out"
 mkdir "$work/source" # a build leaves its traces
 cp -r vllm_eagle_mrv2 ci pyproject.toml setup.py README.md LICENSE "$work/source"
-rm -rf "$root/site-plugin"
-"$python" -m pip install -q --no-deps --no-index --no-build-isolation --target "$root/site-plugin" "$work/source"
+"$python" -m pip install -q --no-deps --no-index --no-build-isolation --target "$work/plugin" "$work/source"
 mapfile -t cores < <(
   taskset -cp $$ | sed 's/.*: //' | tr , '\n' | while IFS=- read -r first last; do seq "$first" "${last:-$first}"; done
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 import subprocess
+import tarfile
 import threading
 import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,6 +72,42 @@ def machine_with(tmp_path: Path, python: str, *jobs: str, **environment: str) ->
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_a_plan_runs_behind_the_calls(tmp_path: Path) -> None:
+    """Each call takes a part, and ends at once; what it leaves running is of another process session."""
+    part, out = tmp_path / "part-1", tmp_path / "out"
+    part.mkdir()
+    out.mkdir()
+    slow = f"until [ -e {tmp_path}/go ]; do sleep 0.1; done"
+    (part / "unpack.sh").write_text(f'{slow}; echo "$2 of $(cat site)" > "$1/site-$2"')
+    (part / "site").write_text("a part")
+    plan = tmp_path / "plan.sh"
+    plan.write_text(
+        'mkdir -p "$TMPDIR/tmp.1/out"; bash ci/gpu_lease.sh wait deps 0.26.0; cat "$ROOT"/* > "$RESULTS/$1"; exit 3'
+    )
+
+    def call(*arguments: object) -> str:
+        lease = os.environ | {"EAGLE_MRV2_LEASE": str(tmp_path / "lease")}
+        command = ["bash", str(CI / "gpu_lease.sh"), *map(str, arguments)]
+        run = subprocess.Popen(command, env=lease, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        said, _ = run.communicate(timeout=60)
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)  # as the machine does to all that is left of a call
+        assert run.returncode == 0
+        return said
+
+    call("start", plan, "found")
+    call("take", part, "deps", "0.26.0")
+    assert "ended" not in call("watch", 1, out)
+    (tmp_path / "go").touch()
+    assert call("watch", 30, out).endswith("the plan ended: 3\n")
+    with tarfile.open(out / "results.tar.gz") as results:
+        found = results.extractfile("results/found")
+        assert found is not None
+        assert found.read() == b"0.26.0 of a part\ndeps of a part\n"
+    assert (out / "unfinished.tar.gz").exists()
+    assert (tmp_path / "lease" / "checkout" / "ci" / "gpu_plan.sh").exists()
 
 
 def test_a_missing_release_is_found_before_any_starts(tmp_path: Path) -> None:
