@@ -7,8 +7,8 @@ Runs one engine of the given method in this process, with random weights, and pr
 activities alone, which leaves the host as fast as it is.  A marker kernel before and after ``propose`` bounds the draft
 phase.  The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's start to
 the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's start to
-the next, and ``iteration_busy_us`` what kernels run in it.  ``compiled_s`` has the
-Triton kernels whose compilation the engine's start waited for, in seconds.
+the next, and ``iteration_busy_us`` what kernels run in it.  ``compiled_s`` has the Triton kernels whose compilation the
+start of the engine waited for, in seconds.
 """
 
 from __future__ import annotations
