@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What README says of the H200, in about fourteen minutes of two GPUs; for ci/gpu_lease.sh:
+# Starts, tests and the cases that have a target, on one or two H200, for ci/gpu_lease.sh:
 #
 #   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [tests] [pairs] [timelines] [flashinfer]
 #

@@ -68,7 +68,7 @@ def call_every_kernel() -> None:
     for offset in (0, 1):
         for pad in (True, False):
             for batch in (target_batch([4, 4]), target_batch([4, 4], dummy_run=True)):
-                queue = BatchQueue(torch.device(DEVICE))
+                queue = BatchQueue(torch.device(DEVICE), filters=True)
                 queue.put(batch)
                 prepare_prefill_inputs(
                     poisoned(8, 64),

@@ -27,10 +27,7 @@ _TENSORS = {
     "top_p": torch.float32,
 }
 """Of a `DraftBatch`, with the dtypes that the kernel reads; the addresses of a slot, in this order."""
-_FILTERS = 2  # the last of them, which a batch may lack
-_with_filters = operator.attrgetter(*_TENSORS)
-_without_filters = operator.attrgetter(*list(_TENSORS)[:-_FILTERS])
-_TYPES = list(_TENSORS.values())
+_FILTERS = 2  # the last of them, where drafts honour top-k and top-p
 _WIDTHS = {torch.int32: 1, torch.int64: 2}  # of an idx_mapping, in int32
 FIELDS = 16
 """int64 of a slot: number of requests, width of an index, addresses, 0; a power of two, to be fetched at once."""
@@ -54,11 +51,12 @@ class BatchQueue:
         seen: [] int64 in pinned host memory: the same number, for the host.
     """
 
-    def __init__(self, device: torch.device, *, depth: int = 64) -> None:
+    def __init__(self, device: torch.device, *, filters: bool, depth: int = 64) -> None:
         """Make an empty queue.
 
         Args:
             device: of the draft.
+            filters: whether drafts honour top-k and top-p.
             depth: batches that may wait.
         """
         pinned = device.type == "cuda"
@@ -66,6 +64,10 @@ class BatchQueue:
         self.seen = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
         self.slot = torch.zeros(FIELDS, dtype=torch.int64, device=device)
         self.taken = torch.zeros((), dtype=torch.int64, device=device)
+        names = list(_TENSORS) if filters else list(_TENSORS)[:-_FILTERS]
+        self._tensors = operator.attrgetter(*names)
+        self._types = [_TENSORS[name] for name in names[1:]]
+        self._unused = (0,) * (FIELDS - 2 - len(names))
         self._written = 0
         # Views of the same memory: an element of a tensor costs the host a microsecond.
         self._bytes = memoryview(self.slots.numpy()).cast("B")
@@ -78,7 +80,7 @@ class BatchQueue:
         names slots of live requests that it must leave alone, and counts as one without any.
 
         Raises:
-            EagleMRV2Error: a tensor is not of the type that the kernel reads.
+            EagleMRV2Error: a tensor is missing, or not of the type that the kernel reads.
         """
         depth = len(self.slots)
         while self._written - int(self._seen[0]) >= depth:
@@ -88,13 +90,11 @@ class BatchQueue:
         self._written += 1
 
     def _fields(self, batch: DraftBatch) -> tuple[int, ...]:
-        tensors = (_without_filters if batch.top_k is None else _with_filters)(batch)
-        number = len(tensors)
+        tensors = self._tensors(batch)
         try:
             width = _WIDTHS[tensors[0].dtype]
-            if [tensor.dtype for tensor in tensors[1:]] == _TYPES[1:number]:
-                addresses = [tensor.data_ptr() for tensor in tensors]
-                return (batch.num_reqs, width, *addresses, *_EMPTY[2 + number :])
+            if [tensor.dtype for tensor in tensors[1:]] == self._types:
+                return (batch.num_reqs, width, *[tensor.data_ptr() for tensor in tensors], *self._unused)
         except (AttributeError, KeyError):
             pass
         found = {name: getattr(tensor, "dtype", None) for name, tensor in zip(_TENSORS, tensors, strict=False)}

@@ -80,7 +80,7 @@ def between_passes(
     """
     integers = torch.empty(1, 1, dtype=torch.int64, device=_META)
     slot_table = SlotTable(integers.to(torch.int32), integers[0], 16)
-    prepare_prefill_inputs(buffers, BatchQueue(_META), 1, sample_offset=sample_offset)
+    prepare_prefill_inputs(buffers, BatchQueue(_META, filters=False), 1, sample_offset=sample_offset)
     forms = [argmax_keys(torch.empty(1, len(head), dtype=head.dtype, device=_META), offsets)]
     if offsets is None and takes(2, head):
         forms.append(few_rows_keys(torch.empty(2, head.shape[1], dtype=head.dtype, device=_META), head))

@@ -137,6 +137,7 @@ class DraftConfig:
     max_model_len: int
     sample_offset: int  # what this release's sampler adds to positions, 0 or 1
     options: Options
+    filters: bool  # drafts honour the requests' top-k and top-p
 
 
 class DraftLoop:
@@ -146,7 +147,7 @@ class DraftLoop:
         self.host = host
         self.config = config
         self.buffers = buffers
-        self.queue = BatchQueue(buffers.input_ids.device)
+        self.queue = BatchQueue(buffers.input_ids.device, filters=config.filters)
         """Brings batches to the draft prefill, wherever it runs."""
         self.warms_up = False
         """Whether passes outside of a graph are but to warm up for its capture."""

@@ -18,8 +18,8 @@ from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepa
 __all__ = ["pytestmark"]  # of test_kernels: these need its device too
 
 
-def queue_of(*batches: DraftBatch, depth: int = 64) -> BatchQueue:
-    queue = BatchQueue(torch.device(DEVICE), depth=depth)
+def queue_of(*batches: DraftBatch, filters: bool = True, depth: int = 64) -> BatchQueue:
+    queue = BatchQueue(torch.device(DEVICE), filters=filters, depth=depth)
     for batch in batches:
         queue.put(batch)
     return queue
@@ -99,9 +99,12 @@ def test_a_type_that_the_graph_does_not_read(name: str) -> None:
     assert [int(take(queue).live_reqs) for _ in range(3)] == [2, 2, 0]
 
 
-def test_one_filter_without_the_other() -> None:
-    with pytest.raises(EagleMRV2Error, match="with top_p None"):
-        queue_of(replace(target_batch([2]), top_p=None))
+def test_filters_that_are_missing() -> None:
+    batch = replace(target_batch([2]), top_k=None, top_p=None)
+    with pytest.raises(EagleMRV2Error, match="top_k None, top_p None"):
+        queue_of(batch)
+    queue_of(batch, filters=False)
+    queue_of(replace(batch, dummy_run=True))  # profiling comes before there are sampling states
 
 
 def test_the_tensors_may_lie_anywhere() -> None:

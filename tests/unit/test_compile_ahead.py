@@ -63,7 +63,7 @@ with compiles_alone():
     compile_ahead.attention(8, 2, 64, 16, dtype, cpu)
 assert not launched, launched
 
-queue = BatchQueue(cpu)
+queue = BatchQueue(cpu, filters=False)
 prepare_prefill_inputs(buffers, queue, 8, sample_offset=1)
 keys = [argmax_keys(torch.empty(rows, tokens, dtype=dtype), offsets) for rows in (1, 2, 8)]
 keys += [] if mapped else [few_rows_keys(torch.empty(rows, width, dtype=dtype), head) for rows in (2, 8)]

@@ -258,7 +258,7 @@ def test_captures_find_no_batch_and_leave_none() -> None:
     host.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False, pipeline_parallel_size=1)
     host.target_input_buffers = host.target_attn_groups = None
     host.on_prefill_begin = host.on_prefill_end = lambda num_reqs: None
-    queue = BatchQueue(host.device)
+    queue = BatchQueue(host.device, filters=False)
     host.loop = SimpleNamespace(queue=queue, phase=None)
     graphs = [Descriptor(FULL, 2), Descriptor(FULL, 1)]
     bring_inputs = []

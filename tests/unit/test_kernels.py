@@ -154,7 +154,7 @@ PREFILL_CASES: dict[str, dict[str, Any]] = {
 
 def fill(buffers: DraftBuffers, batch: DraftBatch, num_rows: int | None = None, **options: Any) -> None:
     """`prepare_prefill_inputs` for a batch of its own."""
-    queue = BatchQueue(torch.device(DEVICE))
+    queue = BatchQueue(torch.device(DEVICE), filters=batch.top_k is not None)
     queue.put(batch)
     prepare_prefill_inputs(buffers, queue, num_rows or batch.num_reqs, **options)
 

@@ -285,7 +285,7 @@ def loop_on(
     host: ToyHost, num_draft_tokens: int = 4, *, disable: Behaviour | None = None, sample_offset: int = 0
 ) -> DraftLoop:
     options = Options(disable=frozenset() if disable is None else frozenset({disable}))
-    config = DraftConfig(num_draft_tokens, MAX_LEN, sample_offset, options)
+    config = DraftConfig(num_draft_tokens, MAX_LEN, sample_offset, options, filters=False)
     host.loop = DraftLoop(host, config, make_buffers(num_draft_tokens))
     return host.loop
 

@@ -70,6 +70,7 @@ class StockHost(DraftGraphs):
             self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # the announcement tells so
         super().__init__(vllm_config, device)
         stock: Any = self
+        self.filters_drafts = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
         draft_step = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self.current_draft_step = draft_step[0]  # as the release's sampler wants it
         self.loop = DraftLoop(
@@ -79,6 +80,7 @@ class StockHost(DraftGraphs):
                 max_model_len=self.max_model_len,
                 sample_offset=self.sample_offset,
                 options=self.options,
+                filters=self.filters_drafts,
             ),
             DraftBuffers(
                 input_ids=self.input_buffers.input_ids,
@@ -99,7 +101,6 @@ class StockHost(DraftGraphs):
                 top_p=torch.ones(self.max_num_reqs, dtype=torch.float32, device=device),
             ),
         )
-        self.filters_drafts = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
 
     def load_model(self, target_model: Any) -> None:
         """Load the draft; its products become ours, and its head is trimmed where ``draft_vocab`` asks for it."""
