@@ -1,72 +1,98 @@
 #!/usr/bin/env bash
-# Starts, tests and the cases that have a target, on one or two H200, for ci/gpu_lease.sh:
+# Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [tests] [pairs] [timelines] [flashinfer]
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more]
 #
-# all of them where none is named. starts: what engines take that start alone, their caches empty. tests: tests/gpu on four
-# releases, the kernels' tests and compute-sanitizer. pairs: stock and ours in turn. timelines: where the time of draft
-# phases goes. flashinfer: the pair on FlashInfer, which a site of 0.26.0 may bring (ci/gpu_pack.py --with).
+# all of them where none is named, and in the order that they are named in. starts: what engines take that start alone,
+# their caches empty. pairs: stock and ours in turn. timelines: where the time of draft phases goes. tests: tests/gpu on
+# four releases, the kernels' tests and compute-sanitizer, and two ranks where there are two GPUs. more: pairs of 8B
+# targets, and the one on FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with).
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-(($#)) || set -- starts tests pairs timelines flashinfer
-parts=" $* "
+(($#)) || set -- starts pairs timelines tests more
 say() { printf '[%(%T)T] %s\n' -1 "$*"; }
-asked() { [[ $parts == *" $1 "* ]] && say "$1"; }
 gpus=$(nvidia-smi -L | wc -l) cores=$(nproc)
 memory=(--engine '{"kv_cache_memory_bytes":1073741824}')
-flashinfer=(--engine '{"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}')
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1 # 0.33's torch, with the cuDNN that is there
+in_turn=(--rounds 21 --tokens 96 "${memory[@]}")
 running=()
 
-# Beside others: first or second half of the machine (0, 1), a name, the limit in seconds, arguments of ci/gpu_matrix.sh
+# Beside others: GPUs (0, 1, or both: 0,1), a name, the limit in seconds, arguments of ci/gpu_matrix.sh
 beside() {
-  local share=$((cores / gpus)) gpu=$(($1 % gpus)) name=$2 limit=$3
+  local share=$((cores / gpus)) name=$2 limit=$3 gpu own=() mine=()
+  for gpu in ${1//,/ }; do
+    gpu=$((gpu % gpus))
+    mine+=("$gpu") own+=("$((gpu * share))-$((gpu * share + share - 1))")
+  done
   shift 3
   {
-    CUDA_VISIBLE_DEVICES=$gpu EAGLE_MRV2_LIMIT=$limit taskset -c "$((gpu * share))-$((gpu * share + share - 1))" \
+    CUDA_VISIBLE_DEVICES=$(IFS=,; printf '%s' "${mine[*]}") EAGLE_MRV2_LIMIT=$limit \
+      taskset -c "$(IFS=,; printf '%s' "${own[*]}")" \
       bash ci/gpu_matrix.sh "$ROOT" "$RESULTS/$name" "$@" >"$RESULTS/$name.log" 2>&1
     say "$name: $?"
   } &
   running+=($!)
 }
 all_ended() { wait "${running[@]}"; running=(); }
+unpacked() { bash ci/gpu_lease.sh wait "$@"; }
 
-bash ci/gpu_lease.sh wait deps 0.26.0
-if asked starts; then
+starts() {
+  unpacked deps 0.26.0
   beside 0 starts-7 200 timelines '0.26.0 stock' '0.26.0 eagle_mrv2' -- --steps 7 "${memory[@]}"
   beside 1 starts-1 200 timelines '0.26.0 stock' '0.26.0 eagle_mrv2' -- --steps 1 "${memory[@]}"
   all_ended
-fi
+}
 
-bash ci/gpu_lease.sh wait 0.20.2 0.22.1 0.33.0
-export EAGLE_MRV2_CACHES=$TMPDIR/compiled
-if asked tests; then
-  # 18 engines a GPU at most: its memory. 0.20.2 has a process for each test, and no time for all.
-  engines='--ignore=tests/gpu/test_sanitizer.py --ignore=tests/gpu/test_two_gpus.py'
-  most="tests/gpu/test_graphs.py tests/gpu/test_mtp_graphs.py tests/gpu/test_sleep.py"
-  units=(tests/unit/test_{batch_queue,kernels,single_token_attention,row_product,few_rows_product,greedy,compile_ahead}.py)
-  reports=(-rfE --tb=short)
-  beside 0 tests-0 420 tests "0.26.0 $engines -n 9" "0.22.1 $engines -n 8" -- "${reports[@]}"
-  EAGLE_MRV2_PROCESSES=8 beside 1 tests-1 420 tests "0.20.2 $most" "0.33.0 $engines -n 6" -- "${reports[@]}"
-  beside 1 units 420 tests "0.26.0 tests/gpu/test_sanitizer.py ${units[*]} -n 3 --dist loadfile" -- "${reports[@]}"
-  all_ended
-fi
-if asked pairs; then
-  beside 0 pairs-0 500 times '0.26.0 --steps 3' '0.26.0 --steps 7 --batch 1 32' \
+pairs() {
+  unpacked deps 0.26.0 0.20.2 0.22.1 0.33.0
+  beside 0 pairs-0 500 times '0.26.0 --steps 3 --batch 1 8 32' '0.26.0 --steps 7 --batch 1 8 32' \
     '0.26.0 --shape 8b --family eagle3 --steps 5' '0.26.0 --steps 7 --draft-vocab 32768' '0.22.1 --steps 3' \
-    '0.22.1 --steps 7 --batch 1 32' -- --rounds 21 --tokens 96 "${memory[@]}"
+    '0.22.1 --steps 7 --batch 1 32' '0.26.0 --family eagle3 --steps 7 --batch 1 8 32' -- "${in_turn[@]}"
   beside 1 pairs-1 500 times '0.20.2 --steps 7 --batch 1 32' '0.20.2 --steps 7 --batch 32 1 --setting second' \
-    '0.20.2 --steps 3' '0.26.0 --steps 1 --batch 1 8 32' '0.33.0 --steps 3' '0.33.0 --steps 7 --batch 1 32' -- \
-    --rounds 21 --tokens 96 "${memory[@]}"
+    '0.20.2 --steps 3' '0.26.0 --steps 1 --batch 1 8 32' '0.33.0 --steps 3' '0.33.0 --steps 7 --batch 1 32' \
+    '0.26.0 --family eagle3 --steps 3 --batch 1 8 32' '0.26.0 --family eagle3 --steps 1 --batch 1 8 32' -- "${in_turn[@]}"
   all_ended
-fi
-if asked timelines; then
+}
+
+timelines() {
+  unpacked deps 0.26.0 0.20.2
   beside 0 timelines-0 300 timelines '0.20.2 stock' '0.20.2 eagle_mrv2' -- --steps 7 --batch 32 "${memory[@]}"
   beside 1 timelines-1 300 timelines '0.26.0 stock' '0.26.0 eagle_mrv2' -- --steps 7 --batch 32 "${memory[@]}"
   all_ended
-fi
-if asked flashinfer; then # it compiles its kernels first
-  [[ ! -e $ROOT/site-0.26.0/flashinfer ]] ||
-    beside 0 flashinfer 300 times '0.26.0 --steps 3' -- --rounds 15 --tokens 96 "${flashinfer[@]}"
+}
+
+tests() {
+  # 18 engines a GPU at most: its memory. 0.20.2 has a process for each test, and no time for all.
+  local engines='--ignore=tests/gpu/test_sanitizer.py --ignore=tests/gpu/test_two_gpus.py'
+  local most="tests/gpu/test_graphs.py tests/gpu/test_mtp_graphs.py tests/gpu/test_sleep.py"
+  local units=(tests/unit/test_{batch_queue,kernels,single_token_attention,row_product,few_rows_product,greedy,compile_ahead}.py)
+  local reports=(-rfE --tb=short)
+  unpacked deps 0.26.0 0.20.2 0.22.1 0.33.0
+  beside 0 tests-0 420 tests "0.26.0 $engines -n 9" "0.22.1 $engines -n 8" -- "${reports[@]}"
+  EAGLE_MRV2_PROCESSES=8 beside 1 tests-1 420 tests "0.20.2 $most" "0.33.0 $engines -n 6" -- "${reports[@]}"
+  beside 1 units 420 tests "0.26.0 tests/gpu/test_sanitizer.py ${units[*]} -n 3 --dist loadfile" -- "${reports[@]}"
+  ((gpus == 1)) || beside 0,1 ranks 420 tests '0.26.0 tests/gpu/test_two_gpus.py' -- "${reports[@]}"
   all_ended
-fi
+}
+
+more() {
+  local flashinfer=()
+  unpacked deps 0.26.0 0.20.2 0.22.1
+  # It compiles its kernels first.
+  [[ ! -e $ROOT/site-0.26.0/flashinfer ]] || flashinfer=(
+    '0.26.0 --steps 3 --setting FlashInfer --engine {"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}'
+  )
+  beside 0 more-0 400 times '0.26.0 --shape 8b --steps 1 --batch 1 8 32' '0.26.0 --shape 8b --steps 3 --batch 1 8 32' \
+    '0.20.2 --shape 8b --family eagle3 --steps 5' "${flashinfer[@]}" -- "${in_turn[@]}" --rounds 11
+  beside 1 more-1 400 times '0.26.0 --shape 8b --family eagle3 --steps 1 --batch 1 8 32' \
+    '0.26.0 --shape 8b --family eagle3 --steps 3 --batch 1 8 32' '0.22.1 --shape 8b --family eagle3 --steps 5' -- \
+    "${in_turn[@]}" --rounds 11
+  all_ended
+}
+
+for part; do
+  say "$part"
+  # Starts alone have no compiled code to begin with.
+  if [[ $part == starts ]]; then unset EAGLE_MRV2_CACHES; else export EAGLE_MRV2_CACHES=$TMPDIR/compiled; fi
+  "$part"
+done
