@@ -17,15 +17,20 @@ export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1 # 0.33's torch, with the cuDNN t
 in_turn=(--rounds 21 --tokens 96 "${memory[@]}")
 running=()
 
-# Beside others: GPUs (0, 1, or both: 0,1), a name, the limit in seconds, arguments of ci/gpu_matrix.sh
+# Beside others, as soon as its sites are there: GPUs (0, 1, or both: 0,1), a name, the limit in seconds, arguments of
+# ci/gpu_matrix.sh, which end with --
 beside() {
-  local share=$((cores / gpus)) name=$2 limit=$3 gpu own=() mine=()
+  local share=$((cores / gpus)) name=$2 limit=$3 gpu job own=() mine=()
   for gpu in ${1//,/ }; do
     gpu=$((gpu % gpus))
     mine+=("$gpu") own+=("$((gpu * share))-$((gpu * share + share - 1))")
   done
   shift 3
   {
+    for job in "${@:2}"; do
+      [[ $job != -- ]] || break
+      bash ci/gpu_lease.sh wait deps "${job%% *}"
+    done
     CUDA_VISIBLE_DEVICES=$(IFS=,; printf '%s' "${mine[*]}") EAGLE_MRV2_LIMIT=$limit \
       taskset -c "$(IFS=,; printf '%s' "${own[*]}")" \
       bash ci/gpu_matrix.sh "$ROOT" "$RESULTS/$name" "$@" >"$RESULTS/$name.log" 2>&1
@@ -34,17 +39,15 @@ beside() {
   running+=($!)
 }
 all_ended() { wait "${running[@]}"; running=(); }
-unpacked() { bash ci/gpu_lease.sh wait "$@"; }
 
 starts() {
-  unpacked deps 0.26.0
-  beside 0 starts-7 200 timelines '0.26.0 stock' '0.26.0 eagle_mrv2' -- --steps 7 "${memory[@]}"
-  beside 1 starts-1 200 timelines '0.26.0 stock' '0.26.0 eagle_mrv2' -- --steps 1 "${memory[@]}"
+  local four=('0.26.0 '{'stock','eagle_mrv2'}{,' --batch 32'})
+  beside 0 starts-7 200 timelines "${four[@]}" -- --steps 7 "${memory[@]}"
+  beside 1 starts-1 200 timelines "${four[@]}" -- --steps 1 "${memory[@]}"
   all_ended
 }
 
 pairs() {
-  unpacked deps 0.26.0 0.20.2 0.22.1 0.33.0
   beside 0 pairs-0 500 times '0.26.0 --steps 3 --batch 1 8 32' '0.26.0 --steps 7 --batch 1 8 32' \
     '0.26.0 --shape 8b --family eagle3 --steps 5' '0.26.0 --steps 7 --draft-vocab 32768' '0.22.1 --steps 3' \
     '0.22.1 --steps 7 --batch 1 32' '0.26.0 --family eagle3 --steps 7 --batch 1 8 32' -- "${in_turn[@]}"
@@ -55,7 +58,6 @@ pairs() {
 }
 
 timelines() {
-  unpacked deps 0.26.0 0.20.2
   beside 0 timelines-0 300 timelines '0.20.2 stock' '0.20.2 eagle_mrv2' -- --steps 7 --batch 32 "${memory[@]}"
   beside 1 timelines-1 300 timelines '0.26.0 stock' '0.26.0 eagle_mrv2' -- --steps 7 --batch 32 "${memory[@]}"
   all_ended
@@ -67,9 +69,10 @@ tests() {
   local most="tests/gpu/test_graphs.py tests/gpu/test_mtp_graphs.py tests/gpu/test_sleep.py"
   local units=(tests/unit/test_{batch_queue,kernels,single_token_attention,row_product,few_rows_product,greedy,compile_ahead}.py)
   local reports=(-rfE --tb=short)
-  unpacked deps 0.26.0 0.20.2 0.22.1 0.33.0
-  beside 0 tests-0 420 tests "0.26.0 $engines -n 9" "0.22.1 $engines -n 8" -- "${reports[@]}"
-  EAGLE_MRV2_PROCESSES=8 beside 1 tests-1 420 tests "0.20.2 $most" "0.33.0 $engines -n 6" -- "${reports[@]}"
+  beside 0 tests-0.26.0 420 tests "0.26.0 $engines -n 9" -- "${reports[@]}"
+  beside 0 tests-0.22.1 420 tests "0.22.1 $engines -n 8" -- "${reports[@]}"
+  EAGLE_MRV2_PROCESSES=8 beside 1 tests-0.20.2 420 tests "0.20.2 $most" -- "${reports[@]}"
+  beside 1 tests-0.33.0 420 tests "0.33.0 $engines -n 6" -- "${reports[@]}"
   beside 1 units 420 tests "0.26.0 tests/gpu/test_sanitizer.py ${units[*]} -n 3 --dist loadfile" -- "${reports[@]}"
   ((gpus == 1)) || beside 0,1 ranks 420 tests '0.26.0 tests/gpu/test_two_gpus.py' -- "${reports[@]}"
   all_ended
@@ -77,16 +80,15 @@ tests() {
 
 more() {
   local flashinfer=()
-  unpacked deps 0.26.0 0.20.2 0.22.1
-  # It compiles its kernels first.
-  [[ ! -e $ROOT/site-0.26.0/flashinfer ]] || flashinfer=(
+  bash ci/gpu_lease.sh wait 0.26.0
+  [[ ! -e $ROOT/site-0.26.0/flashinfer ]] || flashinfer=( # compiles its kernels first
     '0.26.0 --steps 3 --setting FlashInfer --engine {"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}'
   )
   beside 0 more-0 400 times '0.26.0 --shape 8b --steps 1 --batch 1 8 32' '0.26.0 --shape 8b --steps 3 --batch 1 8 32' \
     '0.20.2 --shape 8b --family eagle3 --steps 5' "${flashinfer[@]}" -- "${in_turn[@]}" --rounds 11
   beside 1 more-1 400 times '0.26.0 --shape 8b --family eagle3 --steps 1 --batch 1 8 32' \
-    '0.26.0 --shape 8b --family eagle3 --steps 3 --batch 1 8 32' '0.22.1 --shape 8b --family eagle3 --steps 5' -- \
-    "${in_turn[@]}" --rounds 11
+    '0.26.0 --shape 8b --family eagle3 --steps 3 --batch 1 8 32' '0.22.1 --shape 8b --family eagle3 --steps 5' \
+    '0.33.0 --steps 3 --rounds 41' -- "${in_turn[@]}" --rounds 11
   all_ended
 }
 
