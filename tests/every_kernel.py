@@ -113,8 +113,9 @@ def call_every_kernel() -> None:
                 attention = SingleTokenAttention(6, 2, width, torch.device(DEVICE))
                 attention(query, *cache.unbind(1), table.view(2, 2), lengths, 0.1, torch.empty_like(query))
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
-        for kept, flag, times in itertools.product(
-            (torch.zeros(8, 3, 5000, device=DEVICE), None), (True, False), (1, 3)
+        kept = torch.zeros(8, 3, 5000, device=DEVICE)
+        for (stored, mapped), flag, times in itertools.product(
+            ((kept, None), (None, None), (None, offsets)), (True, False), (1, 3)
         ):
             sample_with_logits(
                 logits.repeat(times, 1),
@@ -123,10 +124,11 @@ def call_every_kernel() -> None:
                 states.long(),
                 torch.arange(3 * times, device=DEVICE),
                 torch.tensor(1, device=DEVICE),
-                kept,
+                stored,
                 salted=flag,
                 after_temperature=flag,
                 fp64=flag,
+                offsets=mapped,
             )
 
 

@@ -7,8 +7,10 @@ comes too late is compiled where it is launched, as ever.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -20,10 +22,12 @@ from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys, takes
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.launching import compiles_alone
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
+from vllm_eagle_mrv2.kernels.sample_with_logits import FEW_ROWS, sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 
 THREAD = "eagle_mrv2_compile"
+_SWITCH_S = 5e-4
 _META = torch.device("meta")
 # One thread: the engine's own start goes before.
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD)
@@ -42,13 +46,29 @@ def submit(device: torch.device, call: Callable[[], object]) -> Future[None] | N
     def compiled() -> None:
         try:
             torch.cuda.set_device(device)  # each thread has its own
-            with torch.inference_mode(), compiles_alone():
+            with switching_promptly(), torch.inference_mode(), compiles_alone():
                 call()
         except Exception:
             # The launch will say so, to whom it concerns.
             logging.getLogger(__name__).debug("not compiled ahead", exc_info=True)
 
     return _thread.submit(compiled)
+
+
+@contextlib.contextmanager
+def switching_promptly() -> Iterator[None]:
+    """Have Python's threads take turns every half millisecond, not every five.
+
+    A compilation leaves the interpreter's lock and wants it back hundreds of times, and would wait for a whole turn of
+    the starting engine's each time: beside a thread that never rests the kernels of a 1B draft took 18 s so, and 4.5 s
+    this way, in which the other lost 0.5 s in place of 2.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def attention(
@@ -64,28 +84,58 @@ def attention(
 
 def between_passes(
     buffers: DraftBuffers,
-    head: torch.Tensor,
-    offsets: torch.Tensor | None,
+    drafts: Callable[[], list[torch.Tensor]],
     max_model_len: int,
     sample_offset: int,
 ) -> None:
-    """Launch what a greedy draft with one group of KV caches runs beside its model.
+    """Launch what a draft with one group of KV caches, whose logits are not kept, runs beside its model.
 
     Args:
         buffers: the draft's.
-        head: [N, H], its weights.
-        offsets: of `DraftHead`.
+        drafts: launches what drafts out of hidden states, in each of its forms; see `how_drafted`.
         max_model_len: as for `prepare_decode_inputs`.
         sample_offset: likewise.
     """
     integers = torch.empty(1, 1, dtype=torch.int64, device=_META)
     slot_table = SlotTable(integers.to(torch.int32), integers[0], 16)
     prepare_prefill_inputs(buffers, BatchQueue(_META, filters=False), 1, sample_offset=sample_offset)
-    forms = [argmax_keys(torch.empty(1, len(head), dtype=head.dtype, device=_META), offsets)]
-    if offsets is None and takes(2, head):
-        forms.append(few_rows_keys(torch.empty(2, head.shape[1], dtype=head.dtype, device=_META), head))
     feedback = torch.empty(buffers.hidden_states.shape, dtype=buffers.hidden_states.dtype, device=_META)
-    for drafted in forms:
+    for drafted in drafts():
         rows = len(drafted)
         prepare_decode_inputs(buffers, drafted, feedback, rows, max_model_len, sample_offset=sample_offset)
         update_after_step(buffers, drafted, feedback, rows, 2, max_model_len, slot_table)
+
+
+def argmax(head: torch.Tensor, offsets: torch.Tensor | None) -> list[torch.Tensor]:
+    """Launch the argmax over a head's rows.
+
+    Args:
+        head: [N, H], its weights.
+        offsets: of `DraftHead`.
+    """
+    forms = [argmax_keys(torch.empty(1, len(head), dtype=head.dtype, device=_META), offsets)]
+    if offsets is None and takes(2, head):
+        forms.append(few_rows_keys(torch.empty(2, head.shape[1], dtype=head.dtype, device=_META), head))
+    return forms
+
+
+def sampling(buffers: DraftBuffers, head: torch.Tensor, offsets: torch.Tensor | None) -> list[torch.Tensor]:
+    """Launch the sampler of vLLM 0.20's drafts.
+
+    Args:
+        buffers: the draft's.
+        head: [N, H], its weights.
+        offsets: of `DraftHead`.
+    """
+    return [
+        sample_with_target_noise(
+            torch.empty(num_rows, len(head), dtype=head.dtype, device=_META),
+            offsets,
+            buffers.idx_mapping,
+            buffers.temperature,
+            buffers.seeds,
+            buffers.sample_positions,
+            buffers.draft_step[0],
+        )
+        for num_rows in (1, FEW_ROWS + 1)
+    ]

@@ -1,4 +1,4 @@
-"""The draft's head: from hidden states to greedy drafts, over the draft's own vocabulary."""
+"""The draft's head: from hidden states to drafts, over the draft's own vocabulary."""
 
 from __future__ import annotations
 
@@ -51,19 +51,26 @@ class DraftHead:
         mapped = getattr(self._model, "draft_id_to_target_id", None) is not None
         return mapped and type(self._model).compute_logits.__module__ in _SCATTERING and self._trimmed is None
 
-    def keys(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, m] int64 keys of `argmax_keys` for hidden states [n, H]: the best is the argmax, the first of equals.
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[n, C] for hidden states [n, H], a column for each row of the head; see `offsets`.
+
+        A rank that keeps its shard of the logits gets no more than that.
 
         Raises:
             EagleMRV2Error: the head is trimmed, and the draft does something to its logits afterwards.
         """
-        if self._draft_logits is not None and not self._draft_logits.untouched(self._compute, hidden_states):
-            if self._trimmed is not None:
-                raise EagleMRV2Error(
-                    f"{type(self._model).__name__} changes the logits of its head, which a trimmed one does not allow; "
-                    "leave draft_vocab out, or disable two_stage_argmax, so that it gets rows of the whole vocabulary."
-                )
-            self._draft_logits = None
+        self._look_at_draft(hidden_states)
+        if self._draft_logits is None:
+            return self._compute(hidden_states)
+        return self._draft_logits(self._compute, hidden_states)
+
+    def keys(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[n, m] int64 keys of `argmax_keys` for hidden states [n, H]: the best is the argmax, the first of equals.
+
+        Raises:
+            EagleMRV2Error: as `logits`.
+        """
+        self._look_at_draft(hidden_states)
         if self._draft_logits is None:
             return argmax_keys(self._compute(hidden_states), self.offsets)
         logits = self._draft_logits(self._compute, hidden_states, keys_do=self.offsets is None)
@@ -80,6 +87,17 @@ class DraftHead:
         # Not every communicator of vLLM's takes integers; a gather copies bits whatever they mean.
         gathered: torch.Tensor = tensor_model_parallel_all_gather(keys.view(torch.float32))
         return gathered.view(torch.int64)
+
+    def _look_at_draft(self, hidden_states: torch.Tensor) -> None:
+        """Leave the logits of a draft whole that does something to them itself."""
+        if self._draft_logits is None or self._draft_logits.untouched(self._compute, hidden_states):
+            return
+        if self._trimmed is not None:
+            raise EagleMRV2Error(
+                f"{type(self._model).__name__} changes the logits of its head, which a trimmed one does not allow; "
+                "leave draft_vocab out, or disable two_stage_argmax, so that it gets rows of the whole vocabulary."
+            )
+        self._draft_logits = None
 
     @property
     def _num_rows(self) -> int:

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 # Runs with Triton's compiler in place of its interpreter; prints the kernels that compiling ahead missed.
 SCRIPT = """
+import functools
 import inspect
 import sys
 import torch
@@ -32,6 +33,7 @@ from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.launching import compiles_alone
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 
@@ -52,22 +54,29 @@ def run(self, *args, grid, warmup, num_warps=4, **kwargs):
     (compiled if warmup else launched).add(tuple(variant))
 
 JITFunction.run = run
-mapped = bool(int(sys.argv[1]))
+mapped, sampled = (bool(int(argument)) for argument in sys.argv[1:])
 cpu, dtype, width, tokens = torch.device("cpu"), torch.bfloat16, 256, 32_064
 buffers = poisoned(8, 64, hidden_size=width, hidden_dtype=dtype)
 head = torch.empty(tokens, width, dtype=dtype)
 offsets = torch.zeros(tokens, dtype=torch.int64) if mapped else None
 table = SlotTable(torch.zeros(8, 48, dtype=torch.int32), torch.zeros(8, dtype=torch.int64), 16)
+drafts = functools.partial(compile_ahead.sampling, buffers) if sampled else compile_ahead.argmax
 with compiles_alone():
-    compile_ahead.between_passes(buffers, head, offsets, 4096, 1)
+    compile_ahead.between_passes(buffers, functools.partial(drafts, head, offsets), 4096, 1)
     compile_ahead.attention(8, 2, 64, 16, dtype, cpu)
 assert not launched, launched
 
 queue = BatchQueue(cpu, filters=False)
 prepare_prefill_inputs(buffers, queue, 8, sample_offset=1)
-keys = [argmax_keys(torch.empty(rows, tokens, dtype=dtype), offsets) for rows in (1, 2, 8)]
-keys += [] if mapped else [few_rows_keys(torch.empty(rows, width, dtype=dtype), head) for rows in (2, 8)]
-for drafted in keys:
+if sampled:
+    of_rows = (buffers.idx_mapping, buffers.temperature, buffers.seeds, buffers.sample_positions, buffers.draft_step[0])
+    forms = [
+        sample_with_target_noise(torch.empty(rows, tokens, dtype=dtype), offsets, *of_rows) for rows in (1, 8, 9, 16)
+    ]
+else:
+    forms = [argmax_keys(torch.empty(rows, tokens, dtype=dtype), offsets) for rows in (1, 2, 8)]
+    forms += [] if mapped else [few_rows_keys(torch.empty(rows, width, dtype=dtype), head) for rows in (2, 8)]
+for drafted in forms:
     feedback = torch.empty(64, width, dtype=dtype)
     prepare_decode_inputs(buffers, drafted, feedback, len(drafted), 4096, sample_offset=1)
     update_after_step(buffers, drafted, feedback[: len(drafted)], len(drafted), 3, 4096, table)
@@ -79,11 +88,12 @@ print(sorted({variant[0] for variant in launched - compiled}))
 """
 
 
+@pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
 @pytest.mark.parametrize("mapped", [False, True], ids=["its own tokens", "mapped to the target's"])
-def test_what_is_launched_has_been_compiled(mapped: bool) -> None:
+def test_what_is_launched_has_been_compiled(mapped: bool, sampled: bool) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(int(mapped))],
+        [sys.executable, "-c", SCRIPT, str(int(mapped)), str(int(sampled))],
         env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -101,6 +111,16 @@ def test_one_thread_compiles_while_others_launch() -> None:
         thread = compile_ahead.ThreadPoolExecutor(1)
         assert thread.submit(launch, kernel, (4,)).result() == "launched"
     assert launch(kernel, (4,)) == "launched"
+
+
+def test_threads_take_short_turns_while_one_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    before, turns = sys.getswitchinterval(), []
+    submitted = compile_ahead.submit(torch.device("cuda", 0), lambda: turns.append(sys.getswitchinterval()))
+    assert submitted is not None
+    submitted.result(10)
+    assert turns == [pytest.approx(5e-4)]
+    assert sys.getswitchinterval() == before
 
 
 def test_nothing_is_compiled_for_a_cpu() -> None:

@@ -115,6 +115,7 @@ def check_against_the_whole_head(kept: tuple[int, ...], **how: Any) -> None:
     # The kept tokens alone for our argmax; of equals the first.
     expected = whole.masked_fill(left_out, -torch.inf).argmax(-1)
     assert best_tokens(head.keys(hidden)).tolist() == expected.tolist()
+    check_logits(head, row)
     # vLLM's use_local_argmax_reduction.
     assert draft.logits_processor.get_top_tokens(draft.lm_head, hidden).tolist() == expected.tolist()
     # The target's head and logits are what they were.
@@ -150,6 +151,16 @@ def test_weights_that_are_replaced_in_place() -> None:
     torch.testing.assert_close(
         draft.compute_logits(states())[:, [4, 70, 251]], (states() @ whole.T)[:, [4, 70, 251]], rtol=1e-5, atol=1e-5
     )
+
+
+def check_logits(head: DraftHead, row: torch.Tensor) -> None:
+    """A head's own columns against the row of the target's vocabulary; not for a rank that has but a shard of them."""
+    logits = head.logits(states())
+    if head._draft_logits is not None and head._draft_logits.shard(logits, head._num_rows) is not None:
+        return
+    columns = torch.arange(logits.shape[1])
+    targets = columns if head.offsets is None else columns + head.offsets
+    torch.testing.assert_close(logits, row[:, targets], rtol=1e-5, atol=1e-5)
 
 
 class Eagle3(Model):
@@ -200,6 +211,7 @@ def check_local_argmax(name: str, ranks: int) -> None:
         assert bool(widths) is gathers or ranks == 1
         # Whoever asks the draft gets whole rows.
         assert draft.compute_logits(hidden).shape == (9, VOCAB)
+        check_logits(head, draft.compute_logits(states()))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -102,6 +102,33 @@ def test_greedy_requests_take_the_first_of_the_largest() -> None:
     assert draw(logits, [0, -1])[0].tolist() == [30, 30]
 
 
+@pytest.mark.parametrize("vocab", [7, 600, 5000])
+@pytest.mark.parametrize("fp64", [False, True])
+def test_columns_of_a_draft_vocabulary(vocab: int, fp64: bool) -> None:
+    """The same drafts as of a row of the target's vocabulary that has -inf for all other tokens."""
+    torch.manual_seed(vocab)
+    targets = 2 * vocab + torch.randperm(2 * vocab)[:vocab]
+    logits = torch.randn(9, vocab).round(decimals=1).bfloat16()  # many are equal
+    logits[7, ::2] = torch.nan
+    nothing = [5, 8]  # to choose from, sampled and greedily
+    logits[nothing] = -torch.inf
+    rows = torch.full((9, 4 * vocab), -torch.inf, dtype=torch.bfloat16).index_copy_(1, targets, logits)
+    arguments = (
+        torch.tensor([*range(MAX_REQS), -1], dtype=torch.int32, device=DEVICE),
+        temperature().to(DEVICE),
+        torch.arange(MAX_REQS, device=DEVICE),
+        torch.arange(9, device=DEVICE) + 16,
+        torch.tensor(1, device=DEVICE),
+        None,
+    )
+    flags = {"salted": False, "after_temperature": True, "fp64": fp64}
+    offsets = (targets - torch.arange(vocab)).to(DEVICE)
+    mapped = best_tokens(sample_with_logits(logits.to(DEVICE), *arguments, **flags, offsets=offsets))
+    whole = best_tokens(sample_with_logits(rows.to(DEVICE), *arguments, **flags))
+    whole[nothing] = targets.min().to(DEVICE)  # a token of the draft's all the same
+    assert mapped.tolist() == whole.tolist()
+
+
 def test_salted_noise_is_another() -> None:
     """The same (seed, position) draw other tokens; without the salt the same."""
     logits = torch.zeros(8, 4000)

@@ -105,7 +105,7 @@ class StockHost(DraftGraphs):
     def load_model(self, target_model: Any) -> None:
         """Load the draft; its products become ours, and its head is trimmed where ``draft_vocab`` asks for it."""
         super().load_model(target_model)  # type: ignore[misc]
-        local = self.options.enabled(Behaviour.LOCAL_ARGMAX)
+        local = self.greedy_is_argmax and self.options.enabled(Behaviour.LOCAL_ARGMAX)
         self._draft_logits = DraftLogits.of(self.model, target_model, local=local)
         offsets = DraftHead(self.model).offsets
         greedy = self.draft_logits is None and self.options.enabled(Behaviour.TWO_STAGE_ARGMAX)
@@ -113,18 +113,23 @@ class StockHost(DraftGraphs):
             block_size = self.vllm_config.cache_config.block_size or 16
             self._attends_by_ours = draft_attention.install(self.model, target_model, block_size)
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
-            by_keys = greedy and offsets is None
+            by_keys = greedy and self.greedy_is_argmax and offsets is None
             row_products.install(self.model, target_model, self._draft_logits, by_keys=by_keys)
         head = getattr(getattr(self.model, "lm_head", None), "weight", None)
         if greedy and head is not None and self.request.draft_tokens is None:
             limits = (self.loop.config.max_model_len, self.sample_offset)
-            launches = functools.partial(compile_ahead.between_passes, self.loop.buffers, head.data, offsets, *limits)
+            drafts = self._drafts_ahead(head.data, offsets)
+            launches = functools.partial(compile_ahead.between_passes, self.loop.buffers, drafts, *limits)
             compile_ahead.submit(self.device, launches)
         if self.request.draft_tokens is not None:
             from vllm_eagle_mrv2.hosts import weight_updates
 
             self._trimmed = TrimmedHead.of(self.model, self._draft_logits, self.request.draft_tokens, self.device)
             weight_updates.install()
+
+    def _drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
+        """What launches the drafting out of a head [N, H] that keeps no logits, to have it compiled."""
+        return functools.partial(compile_ahead.argmax, head, offsets)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Make the draft's metadata builders; vLLM may call this again."""
@@ -289,7 +294,7 @@ class StockHost(DraftGraphs):
     def sample(
         self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
     ) -> torch.Tensor:
-        if self.draft_logits is None and self._head is not None:
+        if self.draft_logits is None and self.greedy_is_argmax and self._head is not None:
             return self._head.keys(hidden_states)
         stock: Any = self
         sampled: torch.Tensor = stock.sample_draft(
@@ -305,10 +310,11 @@ class StockHost(DraftGraphs):
 
     @functools.cached_property
     def _head(self) -> DraftHead | None:
-        """What drafts greedily; None where the release's own sampler does, or something else reads the logits too."""
+        """What drafts out of the head's own rows; None where something else reads the logits too."""
         estimator = getattr(self, "acceptance_estimator", None)  # of adaptive verification, from 0.30 on
-        ours = self.greedy_is_argmax and self.options.enabled(Behaviour.TWO_STAGE_ARGMAX)
-        return DraftHead(self.model, self._draft_logits, self._trimmed) if ours and estimator is None else None
+        if estimator is not None or not self.options.enabled(Behaviour.TWO_STAGE_ARGMAX):
+            return None
+        return DraftHead(self.model, self._draft_logits, self._trimmed)
 
     def _filter_draft_logits(self) -> None:
         """Let the draft's logits pass the requests' top-k and top-p, whichever sampler takes them."""

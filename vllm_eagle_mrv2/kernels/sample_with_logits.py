@@ -9,10 +9,13 @@ import triton.language as tl
 from vllm_eagle_mrv2.kernels.greedy import key_of, order_of, order_of_double
 from vllm_eagle_mrv2.kernels.launching import launch
 
+FEW_ROWS = 8
+"""Up to so many rows have multiprocessors to spare, and get smaller blocks."""
 _PART = 512
 # Added to the position of salted draws, far beyond any position: their random numbers are nobody else's.
 _SALT = tl.constexpr(1 << 30)
 _TINY = tl.constexpr(2.0**-126)
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -36,6 +39,20 @@ def _noise(seed, position, keys, SALTED: tl.constexpr, FP64: tl.constexpr):
 
 
 @triton.jit
+def _tokens_of(columns, inside, offsets_ptr, MAPPED: tl.constexpr):
+    if MAPPED:
+        columns += tl.load(offsets_ptr + columns, mask=inside, other=0).to(tl.int32)
+    return tl.where(inside, columns, _NO_TOKEN)
+
+
+@triton.jit
+def _first_of_best(scores, tokens):
+    """The best score, none of them NaN, and the first of the tokens that have it."""
+    best = tl.max(scores, axis=0)
+    return best, tl.min(tl.where(scores == best, tokens, _NO_TOKEN), axis=0)
+
+
+@triton.jit
 def _sample_blocks_kernel(
     logits_ptr,
     logits_stride,
@@ -44,12 +61,14 @@ def _sample_blocks_kernel(
     seeds_ptr,
     positions_ptr,
     draft_step_ptr,
+    offsets_ptr,
     draft_logits_ptr,
     draft_logits_stride_req,
     draft_logits_stride_step,
     best_ptr,
-    vocab_size,
+    num_columns,
     num_blocks,
+    MAPPED: tl.constexpr,
     KEEP: tl.constexpr,
     AFTER_TEMPERATURE: tl.constexpr,
     SALTED: tl.constexpr,
@@ -67,39 +86,39 @@ def _sample_blocks_kernel(
     if temperature != 0.0:
         # A part at a time: random numbers take many registers, and the other branch would have to wait for them too.
         best = tl.full((), float("-inf"), tl.float64 if FP64 else tl.float32)
-        index = 0
-        column = tl.load(draft_step_ptr)
+        token = _NO_TOKEN
+        step = tl.load(draft_step_ptr)
         seed = tl.load(seeds_ptr + state)
         position = tl.load(positions_ptr + row) + 1
         for start in range(0, BLOCK, PART):
-            tokens = block * BLOCK + start + tl.arange(0, PART)
-            inside = tokens < vocab_size
-            raw = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+            columns = block * BLOCK + start + tl.arange(0, PART)
+            inside = columns < num_columns
+            tokens = _tokens_of(columns, inside, offsets_ptr, MAPPED)
+            raw = tl.load(logits_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
             scaled = raw / temperature
             if KEEP:
-                kept = draft_logits_ptr + state * draft_logits_stride_req + column * draft_logits_stride_step + tokens
+                kept = draft_logits_ptr + state * draft_logits_stride_req + step * draft_logits_stride_step + tokens
                 tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=inside)
             score = scaled.to(tl.float64) if FP64 else scaled
             score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
-            score, first = tl.max(tl.where(score == score, score, float("-inf")), axis=0, return_indices=True)
-            index = tl.where(score > best, start + first, index)
+            score, first = _first_of_best(tl.where(score == score, score, float("-inf")), tokens)
+            token = tl.where(score > best, first, tl.where(score == best, tl.minimum(token, first), token))
             best = tl.maximum(score, best)
     else:
         # Nothing is stored, for a greedy row as for padding: vLLM compares greedy drafts with the target's argmax.
         # Nor is anything finer than the logits, that it would need float64.
-        tokens = block * BLOCK + tl.arange(0, BLOCK)
-        raw = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
-        numbers = tl.where(raw == raw, raw, float("-inf"))
-        largest = tl.max(numbers, axis=0)
-        index = tl.min(tl.where(numbers == largest, tl.arange(0, BLOCK), BLOCK), axis=0)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < num_columns
+        tokens = _tokens_of(columns, inside, offsets_ptr, MAPPED)
+        raw = tl.load(logits_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        largest, token = _first_of_best(tl.where(raw == raw, raw, float("-inf")), tokens)
         best = largest.to(tl.float64) if FP64 else largest
-    token = (block * BLOCK + index).to(tl.int64)
     if FP64:
         orders_ptr = best_ptr + row * 2 * num_blocks
         tl.store(orders_ptr + block, order_of_double(best))
-        tl.store(orders_ptr + num_blocks + block, token)
+        tl.store(orders_ptr + num_blocks + block, token.to(tl.int64))
     else:
-        tl.store(best_ptr + row * num_blocks + block, key_of(order_of(best), token))
+        tl.store(best_ptr + row * num_blocks + block, key_of(order_of(best), token.to(tl.int64)))
 
 
 def sample_with_logits(
@@ -114,6 +133,7 @@ def sample_with_logits(
     salted: bool,
     after_temperature: bool,
     fp64: bool,
+    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample a draft token for every row by the Gumbel-max rule, and store what it was sampled from, unless greedily.
 
@@ -122,7 +142,7 @@ def sample_with_logits(
     must not share random numbers.  ``salted`` keeps the draft's apart.
 
     Args:
-        logits: [n, V], any floating dtype.
+        logits: [n, V], any floating dtype; with ``offsets`` of the draft's own vocabulary.
         idx_mapping: [n] request state of each row; a row of -1 is padding.
         temperature: [R] float32; 0 takes the argmax.
         seeds: [R] int64.
@@ -132,14 +152,17 @@ def sample_with_logits(
         salted: draw other random numbers than the target does.
         after_temperature: store logits divided by the temperature.
         fp64: noise and comparison in float64.
+        offsets: [V] int64, how far it is from each column to the target's token; None where it is the token.  It takes
+            rows of the target's vocabulary to store them.
 
     Returns:
         the best of each block of tokens in a form of `how_drafted`: keys [n, m], or with ``fp64`` scores and tokens
         [n, 2, m].  The kernel that the token goes to takes the best of them.
     """
-    num_rows, vocab_size = logits.shape
-    block = 1024 if num_rows <= 8 else 2048  # few rows have multiprocessors to spare
-    num_blocks = triton.cdiv(vocab_size, block)
+    assert offsets is None or draft_logits is None
+    num_rows, num_columns = logits.shape
+    block = 1024 if num_rows <= FEW_ROWS else 2048
+    num_blocks = triton.cdiv(num_columns, block)
     best = logits.new_empty((num_rows, 2, num_blocks) if fp64 else (num_rows, num_blocks), dtype=torch.int64)
     launch(_sample_blocks_kernel, (num_rows, num_blocks))(
         logits,
@@ -149,12 +172,14 @@ def sample_with_logits(
         seeds,
         positions,
         draft_step,
+        offsets,
         draft_logits,
         0 if draft_logits is None else draft_logits.stride(0),
         0 if draft_logits is None else draft_logits.stride(1),
         best,
-        vocab_size,
+        num_columns,
         num_blocks,
+        MAPPED=offsets is not None,
         KEEP=draft_logits is not None,
         AFTER_TEMPERATURE=after_temperature,
         SALTED=salted,
@@ -163,6 +188,35 @@ def sample_with_logits(
         PART=_PART,
     )
     return best
+
+
+def sample_with_target_noise(
+    logits: torch.Tensor,
+    offsets: torch.Tensor | None,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    draft_step: torch.Tensor,
+) -> torch.Tensor:
+    """`sample_with_logits` for vLLM 0.20, which keeps no logits: drafts drawn with the target's own random numbers.
+
+    Strict rejection accepts a draft that is the token which the target samples, so it is best to guess with the noise
+    that the target will use, and no bias to: the output is the target's sample either way.
+    """
+    return sample_with_logits(
+        logits,
+        idx_mapping,
+        temperature,
+        seeds,
+        positions,
+        draft_step,
+        None,
+        salted=False,
+        after_temperature=True,
+        fp64=True,
+        offsets=offsets,
+    )
 
 
 def sample_with_logits_reference(

@@ -11,7 +11,6 @@ HOST = Host(
     stock={
         Behaviour.DRAFT_LOGITS_IN_REPLAY: "",
         Behaviour.FULL_DECODE_ONLY: "",
-        Behaviour.TWO_STAGE_ARGMAX: "",  # every draft is sampled, in blocks of the vocabulary
     },
     not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: "", Behaviour.LOCAL_ARGMAX: ""},
     unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_eagle_mrv2 import compile_ahead
 from vllm_eagle_mrv2.cudagraph import Pass
 from vllm_eagle_mrv2.hosts import monolith, v0_20
 from vllm_eagle_mrv2.hosts.common import StockHost
 from vllm_eagle_mrv2.hosts.monolith import CompletedEagleSpeculator, MonolithHost
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.method import Family
-from vllm_eagle_mrv2.sampling import sample_with_logits
 
 
 class _OneFactoryCall:
@@ -41,8 +43,14 @@ class DecodeEagleCudaGraphManager(_OneFactoryCall, monolith.DecodeEagleCudaGraph
     """Graphs of one draft decode step, in the target's memory pool."""
 
 
-class _Stock(CompletedEagleSpeculator):
+class EagleMRV2Speculator(MonolithHost, CompletedEagleSpeculator):
+    """EAGLE, EAGLE-3 and multi-token prediction heads."""
+
+    host = v0_20.HOST
     use_fp64_gumbel = True  # always, here
+    greedy_is_argmax = False  # every draft is sampled
+    prefill_manager_class = PrefillEagleCudaGraphManager
+    decode_manager_class = DecodeEagleCudaGraphManager
 
     def sample_draft(
         self,
@@ -54,32 +62,14 @@ class _Stock(CompletedEagleSpeculator):
         draft_step: torch.Tensor,
         draft_logits: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Draft tokens [n] int64, drawn with the target's own random numbers.
+        """Drafts for n rows in a form of `how_drafted`, with the target's own random numbers; none of logits kept."""
+        head = self._head
+        logits = self.model.compute_logits(hidden_states) if head is None else head.logits(hidden_states)
+        offsets = None if head is None else head.offsets
+        return sample_with_target_noise(logits, offsets, idx_mapping, temperature, seeds, positions, draft_step)
 
-        Strict rejection accepts a draft that is the token which the target samples, so it is best to guess with the
-        noise that the target will use, and no bias to: the output is the target's sample either way.
-        """
-        return sample_with_logits(
-            self.model.compute_logits(hidden_states),
-            idx_mapping,
-            temperature,
-            seeds,
-            positions,
-            draft_step,
-            None,
-            salted=False,
-            after_temperature=True,
-            fp64=True,
-        )
-
-
-class EagleMRV2Speculator(MonolithHost, _Stock):
-    """EAGLE, EAGLE-3 and multi-token prediction heads."""
-
-    host = v0_20.HOST
-    greedy_is_argmax = False  # see `_Stock.sample_draft`
-    prefill_manager_class = PrefillEagleCudaGraphManager
-    decode_manager_class = DecodeEagleCudaGraphManager
+    def _drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
+        return functools.partial(compile_ahead.sampling, self.loop.buffers, head, offsets)
 
     def capture_model(self) -> None:
         """Capture the draft's graphs."""
