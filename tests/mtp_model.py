@@ -50,6 +50,7 @@ def write_mtp_model(folder: Path, *, seed: int = 0, context: float = 0.3, unknow
     Returns:
         ``folder``.
     """
+    assert "eagle-" not in str(folder), 'vLLM takes a draft whose path has "eagle-" in it for an EAGLE one; set TMPDIR'
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = json.loads((support.PAIR / "target" / "config.json").read_text())
     vocabulary = config["vocab_size"]

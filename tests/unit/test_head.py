@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.ranking import DraftTokens
 
 VOCAB, HIDDEN = 300, 16
@@ -224,6 +226,40 @@ def test_a_draft_vocabulary_that_is_replaced_in_place(monkeypatch: pytest.Monkey
     draft.draft_id_to_target_id.data.copy_(torch.arange(VOCAB).flip(0) - torch.arange(VOCAB))
     after = best_tokens(head.keys(states())).tolist()
     assert after == draft.compute_logits(states()).argmax(-1).tolist() != before
+
+
+@pytest.mark.parametrize("by_columns", [True, False], ids=["the head's columns", "two_stage_argmax disabled"])
+@pytest.mark.usefixtures("one_rank")
+def test_what_vllm_0_20_samples_from(by_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same drafts either way, of greedy requests and others; that release has no engine on a CPU."""
+    try:
+        host = importlib.import_module("vllm_eagle_mrv2.hosts.v0_20.speculator").EagleMRV2Speculator
+    except ImportError as error:
+        pytest.skip(f"the installed vLLM lacks what the host of 0.20 imports: {error}")
+    monkeypatch.setattr(head_module, "_SCATTERING", frozenset({Eagle3.__module__}))
+    draft, hidden, rows = Eagle3(pair()[0].lm_head), states(), []
+    compute_logits = Eagle3.compute_logits
+
+    def counted(self: Eagle3, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden_states))
+        return compute_logits(self, hidden_states)
+
+    monkeypatch.setattr(Eagle3, "compute_logits", counted)
+    of_rows = (
+        torch.arange(9) + 16,
+        torch.arange(9, dtype=torch.int32) % 4,
+        torch.tensor([0.0, 0.7, 0.0, 1.3]),
+        torch.arange(4),
+        torch.tensor(1),
+    )
+    speculator = SimpleNamespace(model=draft, _head=DraftHead(draft) if by_columns else None)
+    drafted = best_tokens(host.sample_draft(speculator, hidden, *of_rows, None))
+    assert bool(rows) is not by_columns
+    positions, mapping, temperature, seeds, step = of_rows
+    row = compute_logits(draft, hidden)
+    expected = best_tokens(sample_with_target_noise(row, None, mapping, temperature, seeds, positions, step))
+    assert drafted.tolist() == expected.tolist()
+    assert drafted.tolist() != row.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", DRAFTS)
