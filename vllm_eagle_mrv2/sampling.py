@@ -10,8 +10,6 @@ from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
 from vllm_eagle_mrv2.options import Options
 
-__all__ = ["OwnSampling", "sample_with_logits"]
-
 
 class OwnSampling:
     """Mixed into the hosts below vLLM 0.29.
