@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more]
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more] [older]
 #
-# all of them where none is named, and in the order that they are named in. starts: what engines take that start alone,
+# all but the last where none is named, and in the order that they are named in. starts: what engines take that start alone,
 # their caches empty. pairs: stock and ours in turn. timelines: where the time of draft phases goes. tests: tests/gpu on
 # four releases, the kernels' tests and compute-sanitizer, and two ranks where there are two GPUs. more: pairs of 8B
-# targets, and the one on FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with).
+# targets, and the one on FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with 0.26.0:...). older: what
+# 0.20.2 and 0.22.1 gain at other K and batch sizes.
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 (($#)) || set -- starts pairs timelines tests more
@@ -89,6 +90,18 @@ more() {
   beside 1 more-1 400 times '0.26.0 --shape 8b --family eagle3 --steps 1 --batch 1 8 32' \
     '0.26.0 --shape 8b --family eagle3 --steps 3 --batch 1 8 32' '0.22.1 --shape 8b --family eagle3 --steps 5' \
     '0.33.0 --steps 3 --rounds 41' -- "${in_turn[@]}" --rounds 11
+  all_ended
+}
+
+older() {
+  local gpu releases=(0.20.2 0.22.1)
+  for gpu in 0 1; do
+    local release=${releases[gpu]}
+    beside "$gpu" "older-$release" 500 times "$release --steps 1 --batch 1 8 32" "$release --steps 3 --batch 8 32" \
+      "$release --family eagle3 --steps 1 --batch 1 8 32" "$release --family eagle3 --steps 3 --batch 1 8 32" \
+      "$release --family eagle3 --steps 7 --batch 1 8 32" "$release --shape 8b --steps 1 --batch 1 8 32" \
+      "$release --shape 8b --family eagle3 --steps 1 --batch 1 8 32" -- "${in_turn[@]}" --rounds 11
+  done
   all_ended
 }
 

@@ -153,6 +153,13 @@ def test_compiled_code_can_be_kept_for_the_next_call(tmp_path: Path) -> None:
     assert len(set((tmp_path / "out" / "times.jsonl").read_text().split())) == 4
 
 
+def test_what_one_release_or_each_is_packed_with() -> None:
+    further_of = ci_module("gpu_pack").further_of
+    asked = ["0.26.0:flashinfer-python==0.6.14", "pytest==9.1"]
+    assert further_of("0.26.0", asked) == {"flashinfer-python": "0.6.14", "pytest": "9.1"}
+    assert further_of("0.20.2", asked) == {"pytest": "9.1"}
+
+
 def test_parts_make_up_the_archives(tmp_path: Path) -> None:
     pack = ci_module("gpu_pack")
     archives = []
