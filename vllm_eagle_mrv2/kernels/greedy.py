@@ -15,6 +15,8 @@ _BLOCK = 2048
 
 
 _LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+"""Beyond every token."""
 
 
 @triton.jit
@@ -43,6 +45,21 @@ def order_of_double(score):
 
 
 @triton.jit
+def tokens_of(rows, inside, offsets_ptr, MAPPED: tl.constexpr):
+    """The target's tokens that rows of the head stand for, int32; `NO_TOKEN` for those that are not inside."""
+    if MAPPED:
+        rows += tl.load(offsets_ptr + rows, mask=inside, other=0).to(tl.int32)
+    return tl.where(inside, rows, NO_TOKEN)
+
+
+@triton.jit
+def first_of_best(scores, tokens):
+    """The best score, none of them NaN, and the first of the tokens that have it."""
+    best = tl.max(scores, axis=0)
+    return best, tl.min(tl.where(scores == best, tokens, NO_TOKEN), axis=0)
+
+
+@triton.jit
 def _block_keys_kernel(
     logits_ptr,
     logits_stride,
@@ -59,13 +76,10 @@ def _block_keys_kernel(
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     logits = tl.load(logits_ptr + row * logits_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    tokens = first_row + columns
-    if MAPPED:
-        tokens += tl.load(offsets_ptr + tokens, mask=inside, other=0).to(tl.int32)
+    tokens = tokens_of(first_row + columns, inside, offsets_ptr, MAPPED)
     # In 32 bits up to the block's best, as int64 takes two instructions for each of theirs.
     orders = tl.where(inside, order_of(logits), -0x7FFFFFFF)
-    best = tl.max(orders, axis=0)
-    token = tl.min(tl.where(inside & (orders == best), tokens, 0x7FFFFFFF), axis=0)
+    best, token = first_of_best(orders, tokens)
     tl.store(keys_ptr + row * num_blocks + block, key_of(best, token.to(tl.int64)))
 
 
@@ -80,7 +94,7 @@ def drafted_token(drafted_ptr, row, KEYS: tl.constexpr, LANES: tl.constexpr, PAI
             orders_ptr = drafted_ptr + row * 2 * KEYS
             orders = tl.load(orders_ptr + each, mask=each < KEYS, other=_LEAST)
             tokens = tl.load(orders_ptr + KEYS + each, mask=each < KEYS, other=0)
-            token = tl.min(tl.where(orders == tl.max(orders, axis=0), tokens, 0x7FFFFFFF), axis=0)
+            _, token = first_of_best(orders, tokens)
         else:
             keys = tl.load(drafted_ptr + row * KEYS + each, mask=each < KEYS, other=_LEAST)
             token = 0xFFFFFFFF - (tl.max(keys, axis=0) & 0xFFFFFFFF)

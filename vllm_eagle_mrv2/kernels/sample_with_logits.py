@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.kernels.greedy import key_of, order_of, order_of_double
+from vllm_eagle_mrv2.kernels.greedy import NO_TOKEN, first_of_best, key_of, order_of, order_of_double, tokens_of
 from vllm_eagle_mrv2.kernels.launching import launch
 
 FEW_ROWS = 8
@@ -15,7 +15,6 @@ _PART = 512
 # Added to the position of salted draws, far beyond any position: their random numbers are nobody else's.
 _SALT = tl.constexpr(1 << 30)
 _TINY = tl.constexpr(2.0**-126)
-_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -36,20 +35,6 @@ def _noise(seed, position, keys, SALTED: tl.constexpr, FP64: tl.constexpr):
         series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
         exponential = tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform))
     return -tl.log(exponential)
-
-
-@triton.jit
-def _tokens_of(columns, inside, offsets_ptr, MAPPED: tl.constexpr):
-    if MAPPED:
-        columns += tl.load(offsets_ptr + columns, mask=inside, other=0).to(tl.int32)
-    return tl.where(inside, columns, _NO_TOKEN)
-
-
-@triton.jit
-def _first_of_best(scores, tokens):
-    """The best score, none of them NaN, and the first of the tokens that have it."""
-    best = tl.max(scores, axis=0)
-    return best, tl.min(tl.where(scores == best, tokens, _NO_TOKEN), axis=0)
 
 
 @triton.jit
@@ -86,14 +71,14 @@ def _sample_blocks_kernel(
     if temperature != 0.0:
         # A part at a time: random numbers take many registers, and the other branch would have to wait for them too.
         best = tl.full((), float("-inf"), tl.float64 if FP64 else tl.float32)
-        token = _NO_TOKEN
+        token = NO_TOKEN
         step = tl.load(draft_step_ptr)
         seed = tl.load(seeds_ptr + state)
         position = tl.load(positions_ptr + row) + 1
         for start in range(0, BLOCK, PART):
             columns = block * BLOCK + start + tl.arange(0, PART)
             inside = columns < num_columns
-            tokens = _tokens_of(columns, inside, offsets_ptr, MAPPED)
+            tokens = tokens_of(columns, inside, offsets_ptr, MAPPED)
             raw = tl.load(logits_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
             scaled = raw / temperature
             if KEEP:
@@ -101,7 +86,7 @@ def _sample_blocks_kernel(
                 tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=inside)
             score = scaled.to(tl.float64) if FP64 else scaled
             score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
-            score, first = _first_of_best(tl.where(score == score, score, float("-inf")), tokens)
+            score, first = first_of_best(tl.where(score == score, score, float("-inf")), tokens)
             token = tl.where(score > best, first, tl.where(score == best, tl.minimum(token, first), token))
             best = tl.maximum(score, best)
     else:
@@ -109,9 +94,9 @@ def _sample_blocks_kernel(
         # Nor is anything finer than the logits, that it would need float64.
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < num_columns
-        tokens = _tokens_of(columns, inside, offsets_ptr, MAPPED)
+        tokens = tokens_of(columns, inside, offsets_ptr, MAPPED)
         raw = tl.load(logits_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        largest, token = _first_of_best(tl.where(raw == raw, raw, float("-inf")), tokens)
+        largest, token = first_of_best(tl.where(raw == raw, raw, float("-inf")), tokens)
         best = largest.to(tl.float64) if FP64 else largest
     if FP64:
         orders_ptr = best_ptr + row * 2 * num_blocks
