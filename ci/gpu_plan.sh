@@ -16,11 +16,13 @@ gpus=$(nvidia-smi -L | wc -l) cores=$(nproc)
 memory=(--engine '{"kv_cache_memory_bytes":1073741824}')
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1 # 0.33's torch, with the cuDNN that is there
 in_turn=(--rounds 21 --tokens 96 "${memory[@]}")
-running=()
+running=() begun_on=
 
 # Beside others, as soon as its sites are there: GPUs (0, 1, or both: 0,1), a name, the limit in seconds, arguments of
-# ci/gpu_matrix.sh, which end with --
+# ci/gpu_matrix.sh, which end with --. Where one GPU is all there is, what was for the other begins when this has ended.
 beside() {
+  ((gpus > 1)) || [[ -z $begun_on || $begun_on == "$1" ]] || all_ended
+  begun_on=$1
   local share=$((cores / gpus)) name=$2 limit=$3 gpu job own=() mine=()
   for gpu in ${1//,/ }; do
     gpu=$((gpu % gpus))
@@ -39,7 +41,7 @@ beside() {
   } &
   running+=($!)
 }
-all_ended() { wait "${running[@]}"; running=(); }
+all_ended() { wait "${running[@]}"; running=() begun_on=; }
 
 starts() {
   local four=('0.26.0 '{'stock','eagle_mrv2'}{,' --batch 32'})
@@ -94,15 +96,22 @@ more() {
 }
 
 older() {
-  local gpu releases=(0.20.2 0.22.1)
+  local gpu release steps releases=(0.20.2 0.22.1) large="--shape 8b --batch 1 8 32" family="--family eagle3"
   for gpu in 0 1; do
-    local release=${releases[gpu]}
+    release=${releases[gpu]}
     beside "$gpu" "older-$release" 500 times "$release --steps 1 --batch 1 8 32" "$release --steps 3 --batch 8 32" \
-      "$release --family eagle3 --steps 1 --batch 1 8 32" "$release --family eagle3 --steps 3 --batch 1 8 32" \
-      "$release --family eagle3 --steps 7 --batch 1 8 32" "$release --shape 8b --steps 1 --batch 1 8 32" \
-      "$release --shape 8b --family eagle3 --steps 1 --batch 1 8 32" -- "${in_turn[@]}" --rounds 11
+      "$release $family --steps 1 --batch 1 8 32" "$release $family --steps 3 --batch 1 8 32" \
+      "$release $family --steps 7 --batch 1 8 32" "$release --steps 7 --batch 8" -- "${in_turn[@]}" --rounds 11
   done
   all_ended
+  for steps in 1 7; do # four engines of 8B on a GPU: its memory
+    for gpu in 0 1; do
+      release=${releases[gpu]}
+      beside "$gpu" "older-8b-$steps-$release" 400 times "$release $large --steps $steps" \
+        "$release $large $family --steps $steps" -- "${in_turn[@]}" --rounds 7
+    done
+    all_ended
+  done
 }
 
 for part; do

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -108,6 +109,29 @@ def test_a_plan_runs_behind_the_calls(tmp_path: Path) -> None:
         assert found.read() == b"0.26.0 of a part\ndeps of a part\n"
     assert (out / "unfinished.tar.gz").exists()
     assert (tmp_path / "lease" / "checkout" / "ci" / "gpu_plan.sh").exists()
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_gpu_measures_one_thing_at_a_time(gpus: int, tmp_path: Path) -> None:
+    """What the plan has for two GPUs comes one after the other where there is one."""
+    scripts = {
+        "bin/nvidia-smi": f"seq {gpus}",
+        "bin/nproc": "echo 2",
+        "bin/taskset": 'shift 2; exec "$@"',
+        "ci/gpu_lease.sh": "",
+        "ci/gpu_matrix.sh": 'touch "$1/${2##*/}"; sleep 1; ls -x "$1" >>"$1/../beside"; sleep 1; rm "$1/${2##*/}"',
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "root").mkdir()
+    environment = {"ROOT": str(tmp_path / "root"), "RESULTS": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    shutil.copy(CI / "gpu_plan.sh", tmp_path / "ci")
+    subprocess.run(["bash", str(tmp_path / "ci" / "gpu_plan.sh"), "starts"], env=os.environ | environment, check=True)
+    at_a_time = [line.split() for line in (tmp_path / "beside").read_text().splitlines()]
+    assert at_a_time == {1: [["starts-7"], ["starts-1"]], 2: [["starts-1", "starts-7"]] * 2}[gpus]
 
 
 def test_a_missing_release_is_found_before_any_starts(tmp_path: Path) -> None:
