@@ -103,7 +103,8 @@ def between_passes(
     for drafted in drafts():
         rows = len(drafted)
         prepare_decode_inputs(buffers, drafted, feedback, rows, max_model_len, sample_offset=sample_offset)
-        update_after_step(buffers, drafted, feedback, rows, 2, max_model_len, slot_table)
+        for table in (None, slot_table):  # a dummy run has none
+            update_after_step(buffers, drafted, feedback, rows, 2, max_model_len, table)
 
 
 def argmax(head: torch.Tensor, offsets: torch.Tensor | None) -> list[torch.Tensor]:

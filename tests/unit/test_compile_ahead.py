@@ -79,7 +79,8 @@ else:
 for drafted in forms:
     feedback = torch.empty(64, width, dtype=dtype)
     prepare_decode_inputs(buffers, drafted, feedback, len(drafted), 4096, sample_offset=1)
-    update_after_step(buffers, drafted, feedback[: len(drafted)], len(drafted), 3, 4096, table)
+    for slots in (table, None):
+        update_after_step(buffers, drafted, feedback[: len(drafted)], len(drafted), 3, 4096, slots)
 cache = torch.empty(7, 2, 16, 2, 64, dtype=dtype)
 query, lengths = torch.empty(5, 8, 64, dtype=dtype), torch.zeros(5, dtype=torch.int32)
 attend = SingleTokenAttention(8, 2, 64, cpu)
@@ -88,26 +89,83 @@ print(sorted({variant[0] for variant in launched - compiled}))
 """
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
-@pytest.mark.parametrize("mapped", [False, True], ids=["its own tokens", "mapped to the target's"])
-def test_what_is_launched_has_been_compiled(mapped: bool, sampled: bool) -> None:
+# Likewise, on a driver without a GPU; prints who made the launcher of a kernel, and when it was launched.
+LAUNCHERS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from vllm_eagle_mrv2.kernels.greedy import argmax_keys
+from vllm_eagle_mrv2.kernels.launching import compiles_alone
+
+def launcher(src, metadata):
+    name = src.fn.__name__
+    print(name, "made by", threading.current_thread().name)
+    return lambda *args: print(name, "launched")
+
+def compiled(*shapes):
+    with compiles_alone():
+        for shape in shapes:
+            argmax_keys(torch.empty(shape, device="meta"))
+
+triton.runtime.driver.set_active(
+    SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=launcher,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232_448},
+            load_binary=lambda *args: ("module", "function", 0, 0, 1024),
+        ),
+    )
+)
+with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
+    thread.submit(compiled, (1, 4096), (1, 4096)).result()
+for width in (4096, 4096, 4097):
+    argmax_keys(torch.empty(1, width))
+"""
+
+
+def run_script(script: str, *arguments: str, **environment: str) -> list[str]:
+    """The lines that it prints, with Triton's compiler."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(int(mapped)), str(int(sampled))],
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
+        [sys.executable, "-c", script, *arguments],
+        env=os.environ | environment | {"TRITON_INTERPRET": "0", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "[]"
+    return run.stdout.splitlines()
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["its own tokens", "mapped to the target's"])
+def test_what_is_launched_has_been_compiled(mapped: bool, sampled: bool) -> None:
+    assert run_script(SCRIPT, str(int(mapped)), str(int(sampled)))[-1] == "[]"
+
+
+def test_a_launch_finds_its_launcher_made(tmp_path: Path) -> None:
+    """Once: what was not compiled ahead, one width more here, makes its own."""
+    assert run_script(LAUNCHERS, TRITON_CACHE_DIR=str(tmp_path)) == [
+        "_block_keys_kernel made by ahead_0",
+        "_block_keys_kernel launched",
+        "_block_keys_kernel launched",
+        "_block_keys_kernel made by MainThread",
+        "_block_keys_kernel launched",
+    ]
 
 
 def test_one_thread_compiles_while_others_launch() -> None:
     kernel = {(4,): "launched"}
     with compiles_alone():
-        compiled = launch(SimpleNamespace(warmup=lambda *args, grid: (args, grid)), (4,))
-        assert compiled("an argument") == (("an argument",), (4,))
+        compiled: list[tuple[object, ...]] = []
+        launch(SimpleNamespace(warmup=lambda *args, grid: compiled.append((*args, grid))), (4,))("an argument")
+        assert compiled == [("an argument", (4,))]
         thread = compile_ahead.ThreadPoolExecutor(1)
         assert thread.submit(launch, kernel, (4,)).result() == "launched"
     assert launch(kernel, (4,)) == "launched"
