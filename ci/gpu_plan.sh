@@ -70,7 +70,7 @@ tests() {
   # 18 engines a GPU at most: its memory. 0.20.2 has a process for each test, and no time for all.
   local engines='--ignore=tests/gpu/test_sanitizer.py --ignore=tests/gpu/test_two_gpus.py'
   local most="tests/gpu/test_graphs.py tests/gpu/test_mtp_graphs.py tests/gpu/test_sleep.py"
-  local units=(tests/unit/test_{batch_queue,kernels,single_token_attention,row_product,few_rows_product,greedy,compile_ahead}.py)
+  local units=(tests/unit/test_{batch_queue,kernels,sampling,single_token_attention,row_product,few_rows_product,greedy,compile_ahead}.py)
   local reports=(-rfE --tb=short)
   beside 0 tests-0.26.0 420 tests "0.26.0 $engines -n 9" -- "${reports[@]}"
   beside 0 tests-0.22.1 420 tests "0.22.1 $engines -n 8" -- "${reports[@]}"

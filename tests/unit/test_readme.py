@@ -126,18 +126,21 @@ def test_what_was_timed(tables: ModuleType, results: Path) -> None:
     ]
     (results / "a.json").write_text(result(iteration_ms=rows))
     (results / "b.json").write_text(result(vllm="0.22.1", iteration_ms=rows[:1]))
+    older = [{**one, "ratio": 1.3 + batch / 100, "batch": batch} for batch in (1, 8, 32)]
+    (results / "older.json").write_text(result(vllm="0.20.2", iteration_ms=older))
     (results / "c.json").write_text(result(vllm="0.32.0", iteration_ms=[]))
     assert tables.speed_section().splitlines()[:-2] == [
-        "| case | 0.22.1 | 0.26.0 |",
-        "| --- | --- | --- |",
-        "| 1b eagle, K=7, batch 1 | 1.20 (1.19 to 1.22) | 1.20 (1.19 to 1.22) |",
-        "| 1b eagle, K=7, drafts from 32768 tokens, batch 1 | - | 1.50 |",
+        "| case | 0.20.2 | 0.22.1 | 0.26.0 |",
+        "| --- | --- | --- | --- |",
+        "| 1b eagle, K=7, batch 1 | 1.31 | 1.20 (1.19 to 1.22) | 1.20 (1.19 to 1.22) |",
+        "| 1b eagle, K=7, batch 32 | 1.62 | - | 1.10 |",
+        "| 1b eagle, K=7, drafts from 32768 tokens, batch 1 | - | - | 1.50 |",
     ]
     assert tables.batches_section().splitlines() == [
-        "| stock / ours on 0.26.0 | batch 1 | batch 8 | batch 32 |",
+        "| stock / ours on 0.20.2, 0.26.0 | batch 1 | batch 8 | batch 32 |",
         "| --- | --- | --- | --- |",
-        "| 1b eagle, K=7 | 1.20 (1.19 to 1.22) | - | 1.10 |",
-        "| 1b eagle, K=3 | - | 1.04 | - |",
+        "| 1b eagle, K=7 | 1.31, 1.20 | - | 1.62, 1.10 |",
+        "| 1b eagle, K=3 | - | -, 1.04 | - |",
     ]
     assert tables.alone_section().splitlines()[2:] == ["| `two_stage_argmax`: 1b eagle, K=7, 0.26.0 | 1.03 |"]
 
