@@ -9,6 +9,7 @@ A section stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -238,7 +239,7 @@ def batches_section() -> str:
         if len({batch for _, batch in cases}) > 2:
             timed[release] = cases
     rows: dict[str, dict[str, str]] = {}
-    for case, batch in max(timed.values(), key=len):
+    for case, batch in itertools.chain.from_iterable(sorted(timed.values(), key=len, reverse=True)):
         ratios = [f"{cases[case, batch].ratio:.2f}" if (case, batch) in cases else "-" for cases in timed.values()]
         rows.setdefault(case, {})[f"batch {batch}"] = ", ".join(ratios)
     return _crossed(f"stock / ours on {', '.join(timed)}", rows, _number)
