@@ -239,7 +239,8 @@ def batches_section() -> str:
         if len({batch for _, batch in cases}) > 2:
             timed[release] = cases
     rows: dict[str, dict[str, str]] = {}
-    for case, batch in itertools.chain.from_iterable(sorted(timed.values(), key=len, reverse=True)):
+    widest_first = sorted(timed.values(), key=lambda cases: len(cases), reverse=True)
+    for case, batch in itertools.chain.from_iterable(widest_first):
         ratios = [f"{cases[case, batch].ratio:.2f}" if (case, batch) in cases else "-" for cases in timed.values()]
         rows.setdefault(case, {})[f"batch {batch}"] = ", ".join(ratios)
     return _crossed(f"stock / ours on {', '.join(timed)}", rows, _number)
