@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more] [older]
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more] [older] [older_8b]
 #
-# all but the last where none is named, and in the order that they are named in. starts: what engines take that start alone,
-# their caches empty. pairs: stock and ours in turn. timelines: where the time of draft phases goes. tests: tests/gpu on
-# four releases, the kernels' tests and compute-sanitizer, and two ranks where there are two GPUs. more: pairs of 8B
-# targets, and the one on FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with 0.26.0:...). older: what
-# 0.20.2 and 0.22.1 gain at other K and batch sizes.
+# all but the last two where none is named, and in the order that they are named in, several times if so. starts: what
+# engines take that start alone, their caches empty. pairs: stock and ours in turn. timelines: where the time of draft
+# phases goes. tests: tests/gpu on four releases, the kernels' tests and compute-sanitizer, and two ranks where there are
+# two GPUs. more: pairs of 8B targets, and the one on FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with
+# 0.26.0:...). older, older_8b: what 0.20.2 and 0.22.1 gain at other K and batch sizes.
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 (($#)) || set -- starts pairs timelines tests more
@@ -29,6 +29,7 @@ beside() {
     mine+=("$gpu") own+=("$((gpu * share))-$((gpu * share + share - 1))")
   done
   shift 3
+  while [[ -e $RESULTS/$name ]]; do name+=-again; done
   {
     for job in "${@:2}"; do
       [[ $job != -- ]] || break
@@ -96,22 +97,28 @@ more() {
 }
 
 older() {
-  local gpu release steps releases=(0.20.2 0.22.1) large="--shape 8b --batch 1 8 32" family="--family eagle3"
+  on_older 500 '--steps 1 --batch 1 8 32' '--steps 3 --batch 8 32' '--steps 7 --batch 8' \
+    '--family eagle3 --steps '{1,3,7}' --batch 1 8 32' -- --rounds 11
+}
+
+older_8b() {
+  local steps
+  for steps in 1 3 7; do # four engines on a GPU: its memory
+    on_older 400 "--shape 8b --steps $steps --batch 1 8 32" "--shape 8b --family eagle3 --steps $steps --batch 1 8 32" \
+      -- --rounds 7
+  done
+}
+
+# The limit in seconds, and cases, on each of the two; arguments for all of them.
+on_older() {
+  local limit=$1 cases=() gpu release releases=(0.20.2 0.22.1)
+  shift
+  while [[ $1 != -- ]]; do cases+=("$1"); shift; done
   for gpu in 0 1; do
     release=${releases[gpu]}
-    beside "$gpu" "older-$release" 500 times "$release --steps 1 --batch 1 8 32" "$release --steps 3 --batch 8 32" \
-      "$release $family --steps 1 --batch 1 8 32" "$release $family --steps 3 --batch 1 8 32" \
-      "$release $family --steps 7 --batch 1 8 32" "$release --steps 7 --batch 8" -- "${in_turn[@]}" --rounds 11
+    beside "$gpu" "older-$release" "$limit" times "${cases[@]/#/$release }" -- "${in_turn[@]}" "${@:2}"
   done
   all_ended
-  for steps in 1 7; do # four engines of 8B on a GPU: its memory
-    for gpu in 0 1; do
-      release=${releases[gpu]}
-      beside "$gpu" "older-8b-$steps-$release" 400 times "$release $large --steps $steps" \
-        "$release $large $family --steps $steps" -- "${in_turn[@]}" --rounds 7
-    done
-    all_ended
-  done
 }
 
 for part; do
