@@ -9,7 +9,6 @@ A section stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "ci" / "results"
 CELLS = {"stock": "·", "eagle_mrv2": "●", "-": "-"}
 _MARKER = "<!-- {}: {} -->"
+HEADLINES = (
+    "1b eagle, K=3, batch 1",
+    "1b eagle, K=7, batch 1",
+    "1b eagle, K=7, batch 32",
+    "8b eagle3, K=5, batch 1",
+)
+"""Cases that are shown for every release, with their spread."""
 
 
 class Strict(BaseModel):
@@ -209,22 +215,14 @@ def _acceptance(run: Result) -> str:
     return ", ".join(f"{family} {number(one.eagle_mrv2)} / {number(one.stock)}" for family, one in pairs) or "-"
 
 
-_HEADLINES = (
-    "1b eagle, K=3, batch 1",
-    "1b eagle, K=7, batch 1",
-    "1b eagle, K=7, batch 32",
-    "8b eagle3, K=5, batch 1",
-)
-
-
 def speed_section() -> str:
-    """What the package is to be known by, and what was timed with a setting of its own."""
+    """The headlines, and what was timed with a setting of its own."""
     rows: dict[str, dict[str, Iteration]] = {}
     for release, runs in read_results().items():
         for one in _timed(runs):
             if not one.without:
                 rows.setdefault(f"{one.case}, batch {one.batch}", {})[release] = one
-    shown = {case: row for case, row in rows.items() if case in _HEADLINES or any(one.setting for one in row.values())}
+    shown = {case: row for case, row in rows.items() if case in HEADLINES or any(one.setting for one in row.values())}
     legend = (
         "Time of stock / time of ours per engine iteration, with quartiles over the rounds; above 1, ours is faster."
     )
@@ -232,17 +230,17 @@ def speed_section() -> str:
 
 
 def batches_section() -> str:
-    """What was timed at several batch sizes, on the releases that were."""
+    """What was timed on the releases that were at three batch sizes or more."""
     timed: dict[str, dict[tuple[str, int], Iteration]] = {}
-    for release, runs in sorted(read_results().items(), key=lambda item: Version(item[0])):
+    for release, runs in _by_release():
         cases = {(one.case, one.batch): one for one in _timed(runs) if not (one.without or one.setting)}
         if len({batch for _, batch in cases}) > 2:
             timed[release] = cases
     rows: dict[str, dict[str, str]] = {}
-    widest_first = sorted(timed.values(), key=lambda cases: len(cases), reverse=True)
-    for case, batch in itertools.chain.from_iterable(widest_first):
-        ratios = [f"{cases[case, batch].ratio:.2f}" if (case, batch) in cases else "-" for cases in timed.values()]
-        rows.setdefault(case, {})[f"batch {batch}"] = ", ".join(ratios)
+    for most_first in sorted(timed.values(), key=len, reverse=True):
+        for case, batch in most_first:
+            ratios = [f"{cases[case, batch].ratio:.2f}" if (case, batch) in cases else "-" for cases in timed.values()]
+            rows.setdefault(case, {})[f"batch {batch}"] = ", ".join(ratios)
     return _crossed(f"stock / ours on {', '.join(timed)}", rows, _number)
 
 
@@ -255,6 +253,11 @@ def alone_section() -> str:
                 names = ", ".join(f"`{name}`" for name in one.without)
                 rows.setdefault(f"{names}: {one.case}, {release}", {})[f"batch {one.batch}"] = one
     return _crossed("ours without / ours with", rows, _number)
+
+
+def _by_release() -> list[tuple[str, list[Result]]]:
+    """The results, from the oldest release on."""
+    return sorted(read_results().items(), key=lambda item: Version(item[0]))
 
 
 def _timed(runs: list[Result]) -> list[Iteration]:
@@ -275,7 +278,7 @@ def metadata_section() -> str:
     """What `target_metadata_reuse`, `fused_draft_decode` and `actual_max_seq_len` change."""
     rows = [
         [release, *(_sides(run.draft_metadata, field) for field in DraftMetadata.model_fields)]
-        for release, runs in sorted(read_results().items(), key=lambda item: Version(item[0]))
+        for release, runs in _by_release()
         for run in runs
         if run.draft_metadata
     ]

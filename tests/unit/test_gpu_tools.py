@@ -119,7 +119,13 @@ def test_a_gpu_measures_one_thing_at_a_time(gpus: int, tmp_path: Path) -> None:
         "bin/nproc": "echo 2",
         "bin/taskset": 'shift 2; exec "$@"',
         "ci/gpu_lease.sh": "",
-        "ci/gpu_matrix.sh": 'touch "$1/${2##*/}"; sleep 1; ls -x "$1" >>"$1/../beside"; sleep 1; rm "$1/${2##*/}"',
+        "ci/gpu_matrix.sh": f"""
+            touch "$1/${{2##*/}}"
+            for ((tenths = 0; tenths < 20 && $(ls "$1" | wc -l) < 2; tenths++)); do sleep 0.1; done
+            ls -x "$1" >>"{tmp_path}/beside"
+            sleep 1 # for the other to see it
+            rm "$1/${{2##*/}}"
+        """,
     }
     for name, script in scripts.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
