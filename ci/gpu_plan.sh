@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more] [older] [older_8b]
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more] [older] ['older_8b [K...]']
 #
 # all but the last two where none is named, and in the order that they are named in, several times if so. starts: what
 # engines take that start alone, their caches empty. pairs: stock and ours in turn. timelines: where the time of draft
@@ -103,7 +103,8 @@ older() {
 
 older_8b() {
   local steps
-  for steps in 1 3 7; do # four engines on a GPU: its memory
+  (($#)) || set -- 1 3 7
+  for steps; do # four engines on a GPU: its memory
     on_older 400 "--shape 8b --steps $steps --batch 1 8 32" "--shape 8b --family eagle3 --steps $steps --batch 1 8 32" \
       -- --rounds 7
   done
@@ -125,5 +126,5 @@ for part; do
   say "$part"
   # Starts alone have no compiled code to begin with.
   if [[ $part == starts ]]; then unset EAGLE_MRV2_CACHES; else export EAGLE_MRV2_CACHES=$TMPDIR/compiled; fi
-  "$part"
+  $part # with its arguments, as words
 done
