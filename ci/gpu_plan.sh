@@ -6,7 +6,7 @@
 # all but the last two where none is named, and in the order that they are named in, several times if so. starts: what
 # engines take that start alone, their caches empty. pairs: stock and ours in turn. timelines: where the time of draft
 # phases goes. tests: tests/gpu on four releases, the kernels' tests and compute-sanitizer, and two ranks where there are
-# two GPUs. more: pairs of 8B targets, and the one on FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with
+# two GPUs. more: pairs of 8B targets, and those on FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with
 # 0.26.0:...). older, older_8b: what 0.20.2 and 0.22.1 gain at other K and batch sizes.
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -83,16 +83,20 @@ tests() {
 }
 
 more() {
-  local flashinfer=()
+  local flashinfer=() by_support=() on_flashinfer
   bash ci/gpu_lease.sh wait 0.26.0
-  [[ ! -e $ROOT/site-0.26.0/flashinfer ]] || flashinfer=( # compiles its kernels first
-    '0.26.0 --steps 3 --setting FlashInfer --engine {"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}'
-  )
+  if [[ -e $ROOT/site-0.26.0/flashinfer ]]; then # it takes minutes to start
+    on_flashinfer='0.26.0 --steps 3 --setting FlashInfer --engine {"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}'
+    flashinfer=("$on_flashinfer") by_support=("$on_flashinfer --disable draft_graphs_by_support")
+  fi
   beside 0 more-0 400 times '0.26.0 --shape 8b --steps 1 --batch 1 8 32' '0.26.0 --shape 8b --steps 3 --batch 1 8 32' \
     '0.20.2 --shape 8b --family eagle3 --steps 5' "${flashinfer[@]}" -- "${in_turn[@]}" --rounds 11
   beside 1 more-1 400 times '0.26.0 --shape 8b --family eagle3 --steps 1 --batch 1 8 32' \
     '0.26.0 --shape 8b --family eagle3 --steps 3 --batch 1 8 32' '0.22.1 --shape 8b --family eagle3 --steps 5' \
     '0.33.0 --steps 3 --rounds 41' -- "${in_turn[@]}" --rounds 11
+  all_ended
+  beside 0 more-2 400 times '0.26.0 --shape 8b --steps 7 --batch 1 8 32' \
+    '0.26.0 --shape 8b --family eagle3 --steps 7 --batch 1 8 32' "${by_support[@]}" -- "${in_turn[@]}" --rounds 7
   all_ended
 }
 
