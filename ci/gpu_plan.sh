@@ -94,7 +94,7 @@ more() {
   beside 1 more-1 400 times '0.26.0 --shape 8b --family eagle3 --steps 1 --batch 1 8 32' \
     '0.26.0 --shape 8b --family eagle3 --steps 3 --batch 1 8 32' '0.22.1 --shape 8b --family eagle3 --steps 5' \
     '0.33.0 --steps 3 --rounds 41' -- "${in_turn[@]}" --rounds 11
-  all_ended
+  all_ended # a GPU has no memory for these beside them
   beside 0 more-2 400 times '0.26.0 --shape 8b --steps 7 --batch 1 8 32' \
     '0.26.0 --shape 8b --family eagle3 --steps 7 --batch 1 8 32' "${by_support[@]}" -- "${in_turn[@]}" --rounds 7
   all_ended

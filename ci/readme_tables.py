@@ -237,8 +237,9 @@ def batches_section() -> str:
         if len({batch for _, batch in cases}) > 2:
             timed[release] = cases
     rows: dict[str, dict[str, str]] = {}
-    for most_first in sorted(timed.values(), key=len, reverse=True):
-        for case, batch in most_first:
+    # Rows stand in the order of the release that was timed in most cases.
+    for of_release in sorted(timed.values(), key=len, reverse=True):
+        for case, batch in of_release:
             ratios = [f"{cases[case, batch].ratio:.2f}" if (case, batch) in cases else "-" for cases in timed.values()]
             rows.setdefault(case, {})[f"batch {batch}"] = ", ".join(ratios)
     return _crossed(f"stock / ours on {', '.join(timed)}", rows, _number)
