@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more] [older] ['older_8b [K...]']
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more] [alone] [older] ['older_8b [K...]']
 #
 # all but the last two where none is named, and in the order that they are named in, several times if so. starts: what
 # engines take that start alone, their caches empty. pairs: stock and ours in turn. timelines: where the time of draft
 # phases goes. tests: tests/gpu on four releases, the kernels' tests and compute-sanitizer, and two ranks where there are
 # two GPUs. more: pairs of 8B targets, and those on FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with
-# 0.26.0:...). older, older_8b: what 0.20.2 and 0.22.1 gain at other K and batch sizes.
+# 0.26.0:...). alone: what single behaviours gain. older, older_8b: what 0.20.2 and 0.22.1 gain at other K and batch sizes.
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-(($#)) || set -- starts pairs timelines tests more
+(($#)) || set -- starts pairs timelines tests more alone
 say() { printf '[%(%T)T] %s\n' -1 "$*"; }
 gpus=$(nvidia-smi -L | wc -l) cores=$(nproc)
 memory=(--engine '{"kv_cache_memory_bytes":1073741824}')
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1 # 0.33's torch, with the cuDNN that is there
 in_turn=(--rounds 21 --tokens 96 "${memory[@]}")
+# Where the site of 0.26.0 brings it; it takes minutes to start.
+on_flashinfer='0.26.0 --steps 3 --setting FlashInfer --engine {"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}'
 running=() begun_on=
 
 # Beside others, as soon as its sites are there: GPUs (0, 1, or both: 0,1), a name, the limit in seconds, arguments of
@@ -82,13 +84,11 @@ tests() {
   all_ended
 }
 
+has_flashinfer() { bash ci/gpu_lease.sh wait 0.26.0; [[ -e $ROOT/site-0.26.0/flashinfer ]]; }
+
 more() {
-  local flashinfer=() by_support=() on_flashinfer
-  bash ci/gpu_lease.sh wait 0.26.0
-  if [[ -e $ROOT/site-0.26.0/flashinfer ]]; then # it takes minutes to start
-    on_flashinfer='0.26.0 --steps 3 --setting FlashInfer --engine {"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}'
-    flashinfer=("$on_flashinfer") by_support=("$on_flashinfer --disable draft_graphs_by_support")
-  fi
+  local flashinfer=()
+  ! has_flashinfer || flashinfer=("$on_flashinfer")
   beside 0 more-0 400 times '0.26.0 --shape 8b --steps 1 --batch 1 8 32' '0.26.0 --shape 8b --steps 3 --batch 1 8 32' \
     '0.20.2 --shape 8b --family eagle3 --steps 5' "${flashinfer[@]}" -- "${in_turn[@]}" --rounds 11
   beside 1 more-1 400 times '0.26.0 --shape 8b --family eagle3 --steps 1 --batch 1 8 32' \
@@ -96,7 +96,15 @@ more() {
     '0.33.0 --steps 3 --rounds 41' -- "${in_turn[@]}" --rounds 11
   all_ended # a GPU has no memory for these beside them
   beside 0 more-2 400 times '0.26.0 --shape 8b --steps 7 --batch 1 8 32' \
-    '0.26.0 --shape 8b --family eagle3 --steps 7 --batch 1 8 32' "${by_support[@]}" -- "${in_turn[@]}" --rounds 7
+    '0.26.0 --shape 8b --family eagle3 --steps 7 --batch 1 8 32' -- "${in_turn[@]}" --rounds 7
+  all_ended
+}
+
+alone() {
+  local names=(fused_draft_decode one_draft_graph row_products single_token_attention two_stage_argmax)
+  beside 0 alone 400 times "${names[@]/#/0.26.0 --steps 7 --batch 1 32 --disable }" -- "${in_turn[@]}"
+  ! has_flashinfer || beside 1 alone-flashinfer 400 times "$on_flashinfer --disable draft_graphs_by_support" \
+    "$on_flashinfer --disable single_token_attention" -- "${in_turn[@]}" --rounds 11
   all_ended
 }
 
