@@ -37,7 +37,8 @@ def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, An
     if row.quartiles is None:
         return None
     low, ratio, high = row.quartiles
-    special = {"setting": options.setting, "without": options.disable}
+    trimmed = options.draft_vocab and f"trimmed to {options.draft_vocab:,} tokens"
+    special = {"setting": options.setting or trimmed, "without": options.disable}
     return {
         "vllm": version,
         "shape": options.shape.value,

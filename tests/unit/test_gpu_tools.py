@@ -205,6 +205,16 @@ def test_parts_make_up_the_archives(tmp_path: Path) -> None:
         assert b"".join(piece.read_bytes() for piece in pieces) == archive.read_bytes()
 
 
+@pytest.mark.parametrize(("draft_vocab", "setting"), [(None, None), (32768, "trimmed to 32,768 tokens")])
+def test_a_line_says_that_the_vocabulary_was_trimmed(draft_vocab: int | None, setting: str | None) -> None:
+    """Such a case is none of the head's whole vocabulary."""
+    ab_time = ci_module("ab_time")
+    row = SimpleNamespace(k=7, batch=1, quartiles=(1.4, 1.5, 1.6), eagle_mrv2=[])
+    row.figures = lambda side: SimpleNamespace(iteration_ms=2.0)
+    options = SimpleNamespace(shape=ab_time.Shape.b1, family="eagle", disable=[], setting=None, draft_vocab=draft_vocab)
+    assert ab_time.line_of(row, options, "0.26.0").get("setting") == setting
+
+
 def test_what_a_timeline_says() -> None:
     timeline = ci_module("draft_timeline")
     events = []
