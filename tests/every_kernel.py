@@ -111,7 +111,9 @@ def call_every_kernel() -> None:
                 query, table = cache[0, 0, :2, :, :].repeat(1, 3, 1), torch.arange(4, dtype=torch.int32, device=DEVICE)
                 lengths = torch.tensor([1024, 0], dtype=torch.int32, device=DEVICE)
                 attention = SingleTokenAttention(6, 2, width, torch.device(DEVICE))
-                attention(query, *cache.unbind(1), table.view(2, 2), lengths, 0.1, torch.empty_like(query))
+                slots = torch.tensor([table[1] * 512 + 511, -1], device=DEVICE)
+                for own in ((), (query[:, :2], query[:, :2], slots)):
+                    attention(query, *cache.unbind(1), table.view(2, 2), lengths, 0.1, torch.empty_like(query), *own)
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
         kept = torch.zeros(8, 3, 5000, device=DEVICE)
         for (stored, mapped), flag, times in itertools.product(

@@ -72,14 +72,22 @@ def switching_promptly() -> Iterator[None]:
 
 
 def attention(
-    num_heads: int, num_kv_heads: int, width: int, block_size: int, dtype: torch.dtype, device: torch.device
+    num_heads: int,
+    num_kv_heads: int,
+    width: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    writes: bool,
 ) -> None:
-    """Launch attention of draft decodes, over a cache of blocks of ``block_size`` tokens."""
+    """Launch attention of draft decodes, over a cache of blocks of ``block_size`` tokens, which it may write."""
     kernel = SingleTokenAttention(num_heads, num_kv_heads, width, device, scratch=_META)
     query = torch.empty(1, num_heads, width, dtype=dtype, device=_META)
     keys, values = torch.empty(2, 16, block_size, num_kv_heads, width, dtype=dtype, device=_META)
     integers = torch.empty(1, 1, dtype=torch.int32, device=_META)
-    kernel(query, keys, values, integers, integers[0], 1.0, query)
+    own = (*torch.empty(2, 1, num_kv_heads, width, dtype=dtype, device=_META), integers[0].to(torch.int64))
+    kernel(query, keys, values, integers, integers[0], 1.0, query, *(own if writes else ()))
 
 
 def between_passes(

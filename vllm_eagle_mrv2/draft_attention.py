@@ -2,7 +2,8 @@
 
 For one token a request FlashAttention 3 runs a kernel that makes a schedule, one that attends and one that puts its
 splits together; FlashInfer's own kernels run by a plan that the host makes, for which it waits for the lengths.  Ours
-reads each request's length itself.  The cache is written by vLLM, as before.
+reads each request's length itself, and writes the token's key and value into the cache, for which vLLM runs a kernel
+before.
 """
 
 from __future__ import annotations
@@ -53,11 +54,14 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, block_size: int = 1
     for layer in plain:
         _attend_by_ours(layer.impl, kernels)
     weight = next(draft.parameters(), None)
+    all_are = len(plain) == len(layers) > 0
     if weight is not None:
         for shape in {_shape(layer.impl) for layer in plain}:
-            launches = functools.partial(compile_ahead.attention, *shape, block_size, weight.dtype, weight.device)
+            launches = functools.partial(
+                compile_ahead.attention, *shape, block_size, weight.dtype, weight.device, writes=all_are
+            )
             compile_ahead.submit(weight.device, launches)
-    return len(plain) == len(layers) > 0
+    return all_are
 
 
 def _is_plain(impl: Any) -> bool:
@@ -88,6 +92,7 @@ def _shape(impl: Any) -> tuple[int, int, int]:
 def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention]) -> None:
     stock_forward = impl.forward
     shape = _shape(impl)
+    slots = _leave_writing(impl)
 
     def forward(
         layer: Any,
@@ -106,20 +111,50 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
                 kernels[shape] = SingleTokenAttention(*shape, query.device)
         elif _is_for_us(attn_metadata, query) and not any(each is not None for each in (*args, *kwargs.values())):
             num_reqs = attn_metadata.num_actual_tokens
-            key_cache, value_cache = _caches(kv_cache, impl)
+            to_write = (key[:num_reqs], value[:num_reqs], slots.pop()) if slots else ()
             kernels[shape](
                 query[:num_reqs],
-                key_cache,
-                value_cache,
+                *_caches(kv_cache, impl),
                 attn_metadata.block_table,
                 attn_metadata.seq_lens,
                 impl.scale,
                 output[:num_reqs],
+                *to_write,
             )
             return output
         return stock_forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
 
     impl.forward = forward
+
+
+def _leave_writing(impl: Any) -> list[torch.Tensor]:
+    """Keep vLLM from writing a draft decode's keys and values, as attention will; the slots where, until it has.
+
+    Passes by `DecodeMetadata` run eagerly or are captured whole: none has its writes in a graph, and attention not.
+    """
+    slots: list[torch.Tensor] = []
+    stock_update = getattr(impl, "do_kv_cache_update", None)
+    if stock_update is None:
+        return slots
+
+    def update(
+        layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        if key.dtype == kv_cache.dtype and isinstance(_metadata_of(layer), DecodeMetadata):
+            slots[:] = [slot_mapping]
+        else:
+            stock_update(layer, key, value, kv_cache, slot_mapping)
+
+    impl.do_kv_cache_update = update
+    return slots
+
+
+def _metadata_of(layer: Any) -> Any:
+    """What a layer will be given to attend by."""
+    from vllm.forward_context import get_forward_context
+
+    by_layer = get_forward_context().attn_metadata
+    return by_layer.get(layer.layer_name) if isinstance(by_layer, dict) else None
 
 
 def _is_for_us(attn_metadata: Any, query: torch.Tensor) -> bool:

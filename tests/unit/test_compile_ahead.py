@@ -63,7 +63,8 @@ table = SlotTable(torch.zeros(8, 48, dtype=torch.int32), torch.zeros(8, dtype=to
 drafts = functools.partial(compile_ahead.sampling, buffers) if sampled else compile_ahead.argmax
 with compiles_alone():
     compile_ahead.between_passes(buffers, functools.partial(drafts, head, offsets), 4096, 1)
-    compile_ahead.attention(8, 2, 64, 16, dtype, cpu)
+    for writes in (True, False):
+        compile_ahead.attention(8, 2, 64, 16, dtype, cpu, writes=writes)
 assert not launched, launched
 
 queue = BatchQueue(cpu, filters=False)
@@ -84,7 +85,10 @@ for drafted in forms:
 cache = torch.empty(7, 2, 16, 2, 64, dtype=dtype)
 query, lengths = torch.empty(5, 8, 64, dtype=dtype), torch.zeros(5, dtype=torch.int32)
 attend = SingleTokenAttention(8, 2, 64, cpu)
-attend(query, *cache.unbind(1), torch.zeros(5, 48, dtype=torch.int32), lengths, 0.125, torch.empty_like(query))
+row = torch.empty(5, 12 * 64, dtype=dtype)  # of a projection, of which values are a view
+for own in ((), (query[:, :2].clone(), row[:, 640:].unflatten(1, (2, 64)), torch.zeros(5, dtype=torch.int64))):
+    tables = torch.zeros(5, 48, dtype=torch.int32)
+    attend(query, *cache.unbind(1), tables, lengths, 0.125, torch.empty_like(query), *own)
 print(sorted({variant[0] for variant in launched - compiled}))
 """
 

@@ -32,8 +32,13 @@ class Impl:
     def forward(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Any) -> Any:
         return output.fill_(7)
 
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        kv_cache.fill_(7)
+
 
 class Layer(nn.Module):
+    layer_name = "draft.0"
+
     def __init__(self, **how: Any) -> None:
         super().__init__()
         self.impl = Impl()
@@ -103,6 +108,42 @@ def test_scratch_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in layers * 2:
         layer.impl.forward(layer, query, None, None, None, None, query.clone())
     assert made == [(HEADS, KV_HEADS, WIDTH, query.device)]
+
+
+@pytest.mark.parametrize(
+    ("of_batch", "dtype", "ours"),
+    [
+        (own_metadata, torch.float16, True),
+        (own_metadata, torch.float32, False),  # a cache of another dtype
+        (metadata, torch.float16, False),  # may be in a graph that holds the write and not attention
+        (lambda: None, torch.float16, False),
+    ],
+)
+def test_who_writes_the_cache(
+    of_batch: Callable[[], Any], dtype: torch.dtype, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention does where vLLM was kept from it, and nowhere else."""
+    context = SimpleNamespace(attn_metadata={Layer.layer_name: of_batch()})
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    monkeypatch.setattr(draft_attention, "_two_come_first", lambda: True)
+    layer = Layer()
+    draft_attention.install(nn.ModuleList([layer]), nn.Module())
+    cache = torch.zeros(2, 9, BLOCK, KV_HEADS, WIDTH, dtype=torch.float16, device=DEVICE)
+    query, output = torch.zeros(2, 4, HEADS, WIDTH, dtype=torch.float16, device=DEVICE)
+    key = torch.ones(4, KV_HEADS, WIDTH, dtype=dtype, device=DEVICE)
+    slots = torch.tensor([4, 5 * BLOCK + 7, -1, -1], device=DEVICE)
+    layer.impl.forward(layer, query, None, None, cache, None, output)  # the profile run
+    for _ in range(2):
+        cache.zero_()
+        layer.impl.do_kv_cache_update(layer, key, 2 * key, cache, slots)
+        assert bool(cache.any()) is not ours
+        layer.impl.forward(layer, query, key, 2 * key, cache, of_batch(), output)
+        if not ours:
+            assert (cache == 7).all()
+            continue
+        written = cache.flatten(1, 2)[:, slots[:2]]
+        assert (written == torch.tensor([1, 2], device=DEVICE).view(2, 1, 1, 1)).all()
+        assert int(cache.count_nonzero()) == written.numel()
 
 
 @pytest.mark.parametrize("form", ["blocks first", "one row"])

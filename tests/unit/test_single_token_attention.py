@@ -19,7 +19,7 @@ LENGTHS = [1, 2, 63, 64, 65, 128, 255, 256, 257, 300, 512, 513, 700]
 
 
 def attend(
-    lengths: list[int], heads: int, kv_heads: int, width: int, block_size: int, times: int = 1
+    lengths: list[int], heads: int, kv_heads: int, width: int, block_size: int, times: int = 1, writes: bool = False
 ) -> SingleTokenAttention:
     n, pages = len(lengths), [-(-length // block_size) for length in lengths]
     generator = torch.Generator().manual_seed(sum(lengths) + heads)
@@ -40,10 +40,24 @@ def attend(
             cache[table[request, length // block_size].long(), :, length % block_size :] = torch.nan
     attention = SingleTokenAttention(heads, kv_heads, width, DEVICE)
     expected = single_token_attention_reference(query, cache[:, 0], cache[:, 1], table, seq_lens, width**-0.5)
+    complete, own = cache.clone(), []
+    if writes:
+        position = (seq_lens.long() - 1).clamp(min=0)
+        block, offset = table[torch.arange(n, device=DEVICE), position // block_size].long(), position % block_size
+        # They lie behind each other in a projection's row; a request without tokens has no slot.
+        rows = torch.stack([random(n, (heads + 2 * kv_heads) * width) for _ in range(2)])
+        own = [each[:, -kv_heads * width :].unflatten(-1, (-1, width)) for each in rows]
+        slots = torch.where(seq_lens > 0, block * block_size + offset, -1)
+        for request in (seq_lens > 0).nonzero().flatten().tolist():
+            for which, each in enumerate(own):
+                each[request] = cache[block[request], which, offset[request]]
+                cache[block[request], which, offset[request]] = torch.nan
+        own.append(slots)
     for _ in range(times):
         out = torch.full((n, heads, width), torch.nan, device=DEVICE, dtype=DTYPE)
-        attention(query, cache[:, 0], cache[:, 1], table, seq_lens, width**-0.5, out)
+        attention(query, cache[:, 0], cache[:, 1], table, seq_lens, width**-0.5, out, *own)
         torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=0.01)
+        torch.testing.assert_close(cache, complete, rtol=0, atol=0, equal_nan=True)
     assert not attention._arrived.any()
     return attention
 
@@ -63,6 +77,25 @@ def test_heads(heads: int, kv_heads: int, width: int) -> None:
 @pytest.mark.parametrize("n", [2, 8, 40])
 def test_batches_with_padding(n: int) -> None:
     attend([(37 * i) % 150 for i in range(n)] + [0], 4, 2, 16, 16)
+
+
+@pytest.mark.parametrize("lengths", [[1], [16], [257], [700], [70, 0, 300]], ids=str)
+def test_a_tokens_own_key_and_value_are_written(lengths: list[int]) -> None:
+    """And attended to, though the cache did not have them."""
+    attend(lengths, 6, 2, 16, 16, times=2, writes=True)
+
+
+def test_a_row_without_a_slot_writes_nothing() -> None:
+    """As one of a dummy run, whose blocks may be anybody's."""
+    attention = SingleTokenAttention(4, 2, 16, DEVICE)
+    cache = torch.ones(2, 2, 16, 2, 16, device=DEVICE, dtype=DTYPE)
+    row = torch.zeros(1, 4, 16, device=DEVICE, dtype=DTYPE)
+    integers = torch.ones(1, 1, dtype=torch.int32, device=DEVICE)
+    out = torch.empty_like(row)
+    own = row[:, :2]
+    attention(row, *cache.unbind(1), integers, integers[0] * 5, 1.0, out, own, own, torch.tensor([-1], device=DEVICE))
+    assert (cache == 1).all()
+    torch.testing.assert_close(out, torch.full_like(out, 0.8), rtol=0.01, atol=0.01)
 
 
 def test_again_with_the_same_scratch_memory() -> None:
@@ -126,8 +159,9 @@ def test_one_variant_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes in the interpreter")
 @pytest.mark.parametrize(("n", "length"), [(1, 32_000), (8, 4000), (64, 300), (256, 40)])
 @pytest.mark.parametrize("width", [64, 128])
-def test_a_draft_of_a_served_model(n: int, length: int, width: int) -> None:
-    attend([max(1, length - i) for i in range(n)], 32, 8, width, 16, times=2)
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_draft_of_a_served_model(n: int, length: int, width: int, writes: bool) -> None:
+    attend([max(1, length - i) for i in range(n)], 32, 8, width, 16, times=2, writes=writes)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes in the interpreter")

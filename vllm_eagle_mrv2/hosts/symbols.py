@@ -77,6 +77,7 @@ _VOCAB = f"{_LAYERS}.vocab_parallel_embedding"
 _PRODUCT = ("layer", "x", "bias")
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 _ATTENTION = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+_UPDATE = ("layer", "key", "value", "kv_cache", "slot_mapping")
 _HEAD = ("lm_head", "hidden_states", "embedding_bias")
 DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol("vllm.config.model", "ModelConfig.get_vocab_size", ()),
@@ -106,6 +107,9 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol(f"{_LAYERS}.utils", "default_unquantized_gemm", why="what may be replaced"),
     Symbol(f"{_LAYERS}.utils", "dispatch_unquantized_gemm", (), why="says what vLLM would multiply with"),
     Symbol(_FLASH, "FlashAttentionImpl.forward", _ATTENTION, why="replaced on the draft's instances"),
+    Symbol(_FLASH, "FlashAttentionImpl.do_kv_cache_update", _UPDATE, why="replaced there too"),
+    Symbol("vllm.forward_context", "get_forward_context", (), why="says what a layer will attend by"),
+    Symbol("vllm.forward_context", "ForwardContext.attn_metadata"),
     *(
         Symbol(_FLASH, f"FlashAttentionImpl.{name}")
         for name in (

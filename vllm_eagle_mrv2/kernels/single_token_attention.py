@@ -99,6 +99,11 @@ def _single_token_attention_kernel(
     partial_ptr,
     arrived_ptr,
     scale,
+    key_ptr,
+    key_stride,
+    value_ptr,
+    value_stride,
+    slots_ptr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -108,6 +113,7 @@ def _single_token_attention_kernel(
     LEAST_SPLIT: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
+    WRITES: tl.constexpr,
 ):
     head = tl.program_id(0)
     # A first split for each request, then SPREAD - 1 further ones for whoever is worth more.
@@ -148,6 +154,22 @@ def _single_token_attention_kernel(
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
     end = tl.minimum((split + 1) * share, length)
+    if WRITES:
+        # The token's own key and value begin the sums of the last split, as nothing orders reads of the cache after
+        # this write.
+        end = tl.minimum(end, length - 1)
+        last = split == splits - 1
+        slot = tl.load(slots_ptr + request, mask=last, other=-1)  # -1 in the rows of a dummy run
+        key = tl.load(key_ptr + request.to(tl.int64) * key_stride + head * WIDTH + column)
+        value = tl.load(value_ptr + request.to(tl.int64) * value_stride + head * WIDTH + column)
+        home = slot // BLOCK_SIZE * cache_stride_block + slot % BLOCK_SIZE * cache_stride_slot
+        home += head * cache_stride_head + column
+        tl.store(key_cache_ptr + home, key, mask=slot >= 0)
+        tl.store(value_cache_ptr + home, value, mask=slot >= 0)
+        score = tl.sum(query.to(tl.float32) * key[None, :].to(tl.float32), axis=1) * scale
+        highest = tl.where(last, score, highest)
+        total = tl.where(last, 1.0, total)
+        summed = tl.where(last, value[None, :].to(tl.float32), summed)
     for start in tl.range(split * share, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         live = token < end
@@ -234,8 +256,11 @@ class SingleTokenAttention:
         seq_lens: torch.Tensor,
         scale: float,
         out: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; the token's own key and value are in the cache.
+        """Attend; the token's own key and value are in the cache, or are written there.
 
         Args:
             query: [n, heads, D], tokens may lie apart.
@@ -245,6 +270,9 @@ class SingleTokenAttention:
             seq_lens: [n] int32, the token included; 0 is padding, which gets zeros.
             scale: of the products of queries and keys.
             out: [n, heads, D], written.
+            key: [n, kv_heads, D] of the cache's dtype, the tokens' own, each contiguous; None where the cache has them.
+            value: likewise.
+            slots: [n] int64, where in the cache they belong; those at -1 are not written.
         """
         num_reqs = query.shape[0]
         launch(_single_token_attention_kernel, (self.num_kv_heads, num_reqs + self._spread - 1))(
@@ -262,6 +290,11 @@ class SingleTokenAttention:
             self._partial,
             self._arrived,
             scale,
+            key,
+            0 if key is None else key.stride(0),
+            value,
+            0 if value is None else value.stride(0),
+            slots,
             GROUP=self.group,
             ROWS=self.rows,
             WIDTH=self.width,
@@ -271,6 +304,7 @@ class SingleTokenAttention:
             LEAST_SPLIT=_LEAST_SPLIT,
             LANES=_LANES,
             STAGES=self._stages,
+            WRITES=key is not None,
             num_warps=self._warps,
         )
         return out
