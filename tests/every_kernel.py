@@ -21,12 +21,12 @@ from triton.runtime.jit import JITFunction
 from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.buffers import SlotTable
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
-from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys, few_rows_product
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.row_product import row_product
-from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 
@@ -106,6 +106,10 @@ def call_every_kernel() -> None:
                 few, head = (torch.randn(n, 200, device=DEVICE).to(dtype) for n in (rows, 70))
                 few_rows_product(few, head)
                 few_rows_keys(few, head)
+                of_rows = mapping.repeat(6)[:rows]
+                few_logits, best = few_rows_by_temperature(few, head, of_rows, states)
+                positions, step = torch.arange(rows, device=DEVICE), torch.tensor(1, device=DEVICE)
+                sample_with_target_noise(few_logits, None, of_rows, states, states.long(), positions, step, best)
             for width in (64, 128, 256):
                 cache = torch.randn(4, 2, 512, 2, width, device=DEVICE).to(dtype)
                 query, table = cache[0, 0, :2, :, :].repeat(1, 3, 1), torch.arange(4, dtype=torch.int32, device=DEVICE)

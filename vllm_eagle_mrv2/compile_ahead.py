@@ -18,7 +18,7 @@ import torch
 from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
-from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys, takes
+from vllm_eagle_mrv2.kernels.few_rows_product import MAX_ROWS, few_rows_by_temperature, few_rows_keys, takes
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.launching import compiles_alone
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
@@ -136,15 +136,14 @@ def sampling(buffers: DraftBuffers, head: torch.Tensor, offsets: torch.Tensor | 
         head: [N, H], its weights.
         offsets: of `DraftHead`.
     """
-    return [
-        sample_with_target_noise(
-            torch.empty(num_rows, len(head), dtype=head.dtype, device=_META),
-            offsets,
-            buffers.idx_mapping,
-            buffers.temperature,
-            buffers.seeds,
-            buffers.sample_positions,
-            buffers.draft_step[0],
-        )
-        for num_rows in (1, FEW_ROWS + 1)
-    ]
+    of_rows = (buffers.idx_mapping, buffers.temperature)
+    others = (*of_rows, buffers.seeds, buffers.sample_positions, buffers.draft_step[0])
+    few = offsets is None and takes(2, head)
+    forms = []
+    for num_rows in (1, FEW_ROWS + 1, *([2, MAX_ROWS + 1] if few else [])):
+        logits, best = torch.empty(num_rows, len(head), dtype=head.dtype, device=_META), None
+        if few and takes(num_rows, head):
+            rows = torch.empty(num_rows, head.shape[1], dtype=head.dtype, device=_META)
+            logits, best = few_rows_by_temperature(rows, head, *of_rows)
+        forms.append(sample_with_target_noise(logits, offsets, *others, best))
+    return forms

@@ -111,15 +111,19 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
                 kernels[shape] = SingleTokenAttention(*shape, query.device)
         elif _is_for_us(attn_metadata, query) and not any(each is not None for each in (*args, *kwargs.values())):
             num_reqs = attn_metadata.num_actual_tokens
-            to_write = (key[:num_reqs], value[:num_reqs], slots.pop()) if slots else ()
+            key_cache, value_cache = _caches(kv_cache, impl)
+            where = slots.pop() if slots else None
             kernels[shape](
                 query[:num_reqs],
-                *_caches(kv_cache, impl),
+                key_cache,
+                value_cache,
                 attn_metadata.block_table,
                 attn_metadata.seq_lens,
                 impl.scale,
                 output[:num_reqs],
-                *to_write,
+                key=None if where is None else key[:num_reqs],
+                value=None if where is None else value[:num_reqs],
+                slots=where,
             )
             return output
         return stock_forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)

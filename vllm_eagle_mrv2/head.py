@@ -64,6 +64,27 @@ class DraftHead:
             return self._compute(hidden_states)
         return self._draft_logits(self._compute, hidden_states)
 
+    def logits_by_temperature(
+        self, hidden_states: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`logits`, of which greedy rows may be left out; then also what `few_rows_by_temperature` has of them.
+
+        Args:
+            hidden_states: [n, H].
+            idx_mapping: as of `few_rows_by_temperature`.
+            temperature: likewise.
+
+        Raises:
+            EagleMRV2Error: as `logits`.
+        """
+        self._look_at_draft(hidden_states)
+        if self._draft_logits is None:
+            return self._compute(hidden_states), None
+        of_rows = (idx_mapping, temperature) if self.offsets is None else None
+        logits = self._draft_logits(self._compute, hidden_states, of_rows=of_rows)
+        best, self._draft_logits.best = self._draft_logits.best, None  # it may be memory of a graph
+        return logits, best
+
     def keys(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, m] int64 keys of `argmax_keys` for hidden states [n, H]: the best is the argmax, the first of equals.
 

@@ -9,6 +9,7 @@ the kernel for its own.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,9 +55,12 @@ def named_in_caches(vllm_config: Any) -> bool:
     return isinstance(vllm_config.additional_config, dict) and OPTIONS_KEY in vllm_config.additional_config
 
 
+_FewRows = Callable[[torch.Tensor, torch.Tensor], object]
+
+
 @torch.inference_mode()
 def install(
-    draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits | None = None, *, by_keys: bool = False
+    draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits | None = None, few: _FewRows | None = None
 ) -> int:
     """Have a draft's unquantized layers multiply so; those that it has from the target stay as they are there.
 
@@ -65,7 +69,7 @@ def install(
         target: the target model.
         logits: of the draft's own ``LogitsProcessor``, which then multiplies so with whichever head it is given; None
             leaves the head out.
-        by_keys: whether an argmax over the head's own rows is all that is asked of it.
+        few: what takes the place of a product of few rows with the head's weights, to be compiled ahead.
 
     Returns:
         how many layers.
@@ -80,8 +84,8 @@ def install(
     if logits is not None:
         head = getattr(draft, "lm_head", None)  # most likely what the processor will be given
         if head is not None and _is_linear(head):
-            _compile_ahead(head, by_keys=by_keys and head.tp_size == 1)
-        _give_view_of_head(logits, by_keys)
+            _compile_ahead(head, few if head.tp_size == 1 else None)
+        _give_view_of_head(logits, few)
     return len(layers)
 
 
@@ -124,7 +128,7 @@ def _multiply_by_rows(layer: Any) -> None:
     layer.quant_method.apply = _apply
 
 
-def _compile_ahead(layer: Any, *, by_keys: bool = False) -> None:
+def _compile_ahead(layer: Any, few: _FewRows | None = None) -> None:
     """Have the kernels for a layer compiled now, and not at a capture or by the first request of an eager draft."""
     weight, bias = layer.weight.data, getattr(layer, "bias", None)
     several = few_rows.variants(weight) if bias is None else []
@@ -132,15 +136,15 @@ def _compile_ahead(layer: Any, *, by_keys: bool = False) -> None:
     def launches() -> None:
         for num_rows in (1, *several):
             rows = torch.empty(num_rows, weight.shape[1], dtype=weight.dtype, device="meta")
-            if by_keys and num_rows > 1:
-                few_rows.few_rows_keys(rows, weight)
+            if few is not None and num_rows > 1:
+                few(rows, weight)
             else:
                 _linear(rows, weight, bias)
 
     compile_ahead.submit(weight.device, launches)
 
 
-def _give_view_of_head(logits: DraftLogits, by_keys: bool) -> None:
+def _give_view_of_head(logits: DraftLogits, few: _FewRows | None) -> None:
     """Let a processor see the head that it is given, the target's mostly, as one that multiplies so."""
     processor = logits.processor
     stock_forward = processor.forward
@@ -154,14 +158,18 @@ def _give_view_of_head(logits: DraftLogits, by_keys: bool) -> None:
             if _is_linear(lm_head):
                 view = copy.copy(lm_head)  # with the very dictionary of parameters, so that new weights are seen
                 _multiply_by_rows(view)
-                _compile_ahead(view, by_keys=by_keys and lm_head.tp_size == 1)
+                _compile_ahead(view, few if lm_head.tp_size == 1 else None)
             seen = (lm_head, view)
         view = seen[1]
-        if logits.keys_do and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
+        without = logits.keys_do or logits.of_rows is not None  # all logits
+        if without and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
             weight = view.weight[: processor.org_vocab_size]
             as_given = getattr(processor, "head_dtype", None) in (None, hidden_states.dtype)  # from 0.27 on
             if as_given and _are_few(hidden_states, weight):
-                return few_rows.few_rows_keys(hidden_states, weight)
+                if logits.of_rows is None:
+                    return few_rows.few_rows_keys(hidden_states, weight)
+                rest, logits.best = few_rows.few_rows_by_temperature(hidden_states, weight, *logits.of_rows)
+                return rest
         return stock_forward(view, hidden_states, *args, **kwargs)
 
     processor.forward = forward

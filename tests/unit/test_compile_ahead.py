@@ -29,7 +29,7 @@ from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.buffers import SlotTable
 from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
-from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_keys
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.launching import compiles_alone
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
@@ -71,9 +71,12 @@ queue = BatchQueue(cpu, filters=False)
 prepare_prefill_inputs(buffers, queue, 8, sample_offset=1)
 if sampled:
     of_rows = (buffers.idx_mapping, buffers.temperature, buffers.seeds, buffers.sample_positions, buffers.draft_step[0])
-    forms = [
-        sample_with_target_noise(torch.empty(rows, tokens, dtype=dtype), offsets, *of_rows) for rows in (1, 8, 9, 16)
-    ]
+    forms = []
+    for rows in (1, 8, 9, 16, 33):
+        logits, best = torch.empty(rows, tokens, dtype=dtype), None
+        if 1 < rows < 33 and not mapped:
+            logits, best = few_rows_by_temperature(torch.empty(rows, width, dtype=dtype), head, *of_rows[:2])
+        forms.append(sample_with_target_noise(logits, offsets, *of_rows, best))
 else:
     forms = [argmax_keys(torch.empty(rows, tokens, dtype=dtype), offsets) for rows in (1, 2, 8)]
     forms += [] if mapped else [few_rows_keys(torch.empty(rows, width, dtype=dtype), head) for rows in (2, 8)]

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from vllm_eagle_mrv2 import row_products
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
-from vllm_eagle_mrv2.kernels.greedy import best_tokens
+from vllm_eagle_mrv2.kernels.greedy import LEAST, best_tokens
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 matrices as if they were integers.
@@ -53,6 +54,35 @@ def test_keys_name_the_argmax_of_the_logits(rows: int, outputs: int, width: int,
     keys = few_rows.few_rows_keys(x, weight)
     assert keys.shape == (rows, -(-outputs // 64))
     assert best_tokens(keys).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("mapping", [[0, 2], [1, 3], [3, 0, -1, 5], [*range(8)] * 4], ids=len)
+@pytest.mark.parametrize(("outputs", "width"), [(65, 100), (1100, 32)])
+def test_by_temperature(mapping: list[int], outputs: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are warm at odd states and greedy at even ones; both draft what they would of all logits."""
+    rows = len(mapping)
+    x, weight = inputs(rows, outputs, width, DTYPES[-1])
+    weight[outputs // 2] = weight[outputs // 3]
+    if rows > 3:
+        weight[outputs // 4] = torch.nan
+    product = few_rows.few_rows_product(x, weight)
+    of_rows = torch.tensor(mapping, dtype=torch.int32, device=DEVICE)
+    temperature = torch.tensor([0.0, 0.7] * 4, device=DEVICE)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *shape, **how: torch.full(shape, 55, **how))
+        logits, best = few_rows.few_rows_by_temperature(x, weight, of_rows, temperature)
+    warm = [state % 2 == 1 and state >= 0 for state in mapping]
+    torch.testing.assert_close(logits[warm], product[warm], rtol=0, atol=0, equal_nan=True)
+    assert (logits[[not each for each in warm]] == 55).all()
+    assert ((best[:, 0] == LEAST.value).all(-1)).tolist() == warm
+    states = torch.arange(8, device=DEVICE)
+    others = (of_rows, temperature, states, torch.arange(rows, device=DEVICE), states[1])
+    expected = best_tokens(sample_with_target_noise(product, None, *others)).tolist()
+    assert best_tokens(sample_with_target_noise(logits, None, *others, best)).tolist() == expected
+    greedy = product.nan_to_num(-torch.inf).argmax(-1).tolist()
+    assert [token for token, is_warm in zip(expected, warm, strict=True) if not is_warm] == [
+        token for token, is_warm in zip(greedy, warm, strict=True) if not is_warm
+    ]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")

@@ -23,6 +23,7 @@ from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.head import DraftHead
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_product
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.ranking import DraftTokens
@@ -259,6 +260,28 @@ def test_what_vllm_0_20_samples_from(by_columns: bool, monkeypatch: pytest.Monke
     expected = best_tokens(sample_with_target_noise(row, None, mapping, temperature, seeds, positions, step))
     assert drafted.tolist() == expected.tolist()
     assert drafted.tolist() != row.argmax(-1).tolist()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_vllm_0_20_leaves_greedy_rows_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few rows with a head of the target's vocabulary; what few are, here is a matter of the test."""
+    try:
+        host = importlib.import_module("vllm_eagle_mrv2.hosts.v0_20.speculator").EagleMRV2Speculator
+    except ImportError as error:
+        pytest.skip(f"the installed vLLM lacks what the host of 0.20 imports: {error}")
+    mapping, temperature = torch.arange(9, dtype=torch.int32) % 4, torch.tensor([0.0, 0.7, 0.0, 1.3])
+    hidden = states().half()
+    weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).half()
+
+    def compute(hidden: torch.Tensor, *of_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return few_rows_by_temperature(hidden, weight, *of_rows)
+
+    speculator = SimpleNamespace(_head=SimpleNamespace(logits_by_temperature=compute, offsets=None))
+    positions, seeds, step = torch.arange(9) + 16, torch.arange(4), torch.tensor(1)
+    drafted = best_tokens(host.sample_draft(speculator, hidden, positions, mapping, temperature, seeds, step, None))
+    row = few_rows_product(hidden, weight)
+    expected = best_tokens(sample_with_target_noise(row, None, mapping, temperature, seeds, positions, step))
+    assert drafted.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("name", DRAFTS)

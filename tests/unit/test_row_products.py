@@ -19,6 +19,7 @@ from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 
 PADDED = 320  # rows of a head of VOCAB
 
@@ -114,7 +115,8 @@ def test_kernels_are_compiled_when_the_draft_is_loaded(by_keys: bool, monkeypatc
     monkeypatch.setattr(compile_ahead, "submit", lambda device, call: call())
     target = Target()
     draft = Draft(target)
-    row_products.install(draft, target, DraftLogits.of(draft, target, local=True), by_keys=by_keys)
+    few = few_rows.few_rows_keys if by_keys else None
+    row_products.install(draft, target, DraftLogits.of(draft, target, local=True), few)
     kind = "keys" if by_keys else "logits"
     of_head = [("row", 1, PADDED), (kind, 16, PADDED), (kind, 32, PADDED)]
     assert compiled == [("row", 1, HIDDEN), *of_head]
@@ -135,10 +137,31 @@ def test_keys_of_an_argmax_are_compiled_for_heads_alone(monkeypatch: pytest.Monk
     target = Target()
     draft = Draft(target)
     draft.fc.bias = None
-    row_products.install(draft, target, DraftLogits.of(draft, target, local=True), by_keys=True)
+    row_products.install(draft, target, DraftLogits.of(draft, target, local=True), few_rows.few_rows_keys)
     draft.compute_logits(inputs(65)[1])  # the profile run
     assert keys
     assert set(keys) == {PADDED}
+
+
+@pytest.mark.parametrize(("rows", "scale", "few"), [(3, 1.0, True), (1, 1.0, False), (3, 0.5, False)])
+def test_greedy_rows_leave_no_logits(rows: int, scale: float, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM 0.20 samples; drafts are the same as of all logits."""
+    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32)
+    target = Target()
+    draft = Draft(target)
+    draft.logits_processor.scale = scale
+    logits = DraftLogits.of(draft, target, local=True)
+    row_products.install(draft, target, logits)
+    head, hidden = DraftHead(draft, logits), inputs(rows)[1]
+    of_rows = (torch.tensor([0, 3, -1])[:rows], torch.tensor([0.0, 0.0, 0.0, 0.7]))
+    head.logits_by_temperature(inputs(65)[1], torch.zeros(65, dtype=torch.int64), of_rows[1])  # the profile run
+    whole = draft.compute_logits(hidden)
+    given, best = head.logits_by_temperature(hidden, *of_rows)
+    assert (best is not None) is few
+    others = (*of_rows, torch.arange(4), torch.arange(rows), torch.tensor(1))
+    drafted = best_tokens(sample_with_target_noise(given, None, *others, best))
+    assert drafted.tolist() == best_tokens(sample_with_target_noise(whole, None, *others)).tolist()
+    assert head.logits(hidden).equal(whole)  # whoever asks for all of them
 
 
 def test_without_a_processor_of_its_own_the_head_is_left_alone(ours: list[torch.Tensor]) -> None:

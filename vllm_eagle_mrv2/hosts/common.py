@@ -23,6 +23,7 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.hosts.draft_graphs import DraftGraphs
 from vllm_eagle_mrv2.hosts.spec import Host
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.method import METHOD, request_of
 from vllm_eagle_mrv2.speculator import DraftConfig, DraftHost, DraftLoop, GraphRun
@@ -113,8 +114,8 @@ class StockHost(DraftGraphs):
             block_size = self.vllm_config.cache_config.block_size or 16
             self._attends_by_ours = draft_attention.install(self.model, target_model, block_size)
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
-            by_keys = greedy and self.greedy_is_argmax and offsets is None
-            row_products.install(self.model, target_model, self._draft_logits, by_keys=by_keys)
+            few = self._draft_few_rows if greedy and offsets is None else None
+            row_products.install(self.model, target_model, self._draft_logits, few)
         head = getattr(getattr(self.model, "lm_head", None), "weight", None)
         if greedy and head is not None and self.request.draft_tokens is None:
             limits = (self.loop.config.max_model_len, self.sample_offset)
@@ -130,6 +131,10 @@ class StockHost(DraftGraphs):
     def _drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
         """What launches the drafting out of a head [N, H] that keeps no logits, to have it compiled."""
         return functools.partial(compile_ahead.argmax, head, offsets)
+
+    def _draft_few_rows(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> object:
+        """What few rows' drafts, of which no logits are kept, take of the head's weights."""
+        return few_rows_keys(hidden_states, weight)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Make the draft's metadata builders; vLLM may call this again."""

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.kernels.greedy import key_of, order_of
+from vllm_eagle_mrv2.kernels.greedy import LEAST, NO_TOKEN, key_of, order_of
 from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.shared_memory import stages
 
@@ -26,6 +26,9 @@ def _few_rows_kernel(
     weight_stride,
     out_ptr,
     out_stride,
+    best_ptr,
+    idx_mapping_ptr,
+    temperature_ptr,
     num_rows,
     num_outputs,
     WIDTH: tl.constexpr,
@@ -34,11 +37,16 @@ def _few_rows_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     KEYS: tl.constexpr,
+    BY_TEMPERATURE: tl.constexpr,
 ):
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside, live = (output < num_outputs)[:, None], (row < num_rows)[:, None]
+    stored = row < num_rows
+    if BY_TEMPERATURE:
+        state = tl.load(idx_mapping_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)
+        stored &= tl.load(temperature_ptr + state, mask=state >= 0, other=0.0) != 0.0
     weights = weight_ptr + output[:, None].to(tl.int64) * weight_stride + column[None, :]
     inputs = rows_ptr + row[:, None] * rows_stride + column[None, :]
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -47,16 +55,24 @@ def _few_rows_kernel(
         weight = tl.load(weights + start, mask=inside & held, other=0.0, eviction_policy="evict_first")
         values = tl.load(inputs + start, mask=live & held, other=0.0)
         total = tl.dot(weight, values.trans(), total)
-    if KEYS:
+    if KEYS or BY_TEMPERATURE:
         logits = total.to(rows_ptr.dtype.element_ty).to(tl.float32)  # rounded as they would be stored
+        if BY_TEMPERATURE:
+            logits = tl.where(logits == logits, logits, float("-inf"))  # as the sampler has it
         orders = tl.where(inside, order_of(logits), -0x7FFFFFFF)
         best = tl.max(orders, axis=0)
-        token = tl.min(tl.where(inside & (orders == best[None, :]), output[:, None], 0x7FFFFFFF), axis=0)
-        keys = key_of(best, token.to(tl.int64))
-        tl.store(out_ptr + row * out_stride + tl.program_id(0), keys, mask=row < num_rows)
-    else:
+        token = tl.min(tl.where(inside & (orders == best[None, :]), output[:, None], NO_TOKEN), axis=0)
+        block, num_blocks = tl.program_id(0), tl.num_programs(0)
+        if KEYS:
+            keys = key_of(best, token.to(tl.int64))
+            tl.store(best_ptr + row * num_blocks + block, keys, mask=row < num_rows)
+        else:
+            pair = best_ptr + row * 2 * num_blocks + block
+            tl.store(pair, tl.where(stored, LEAST, best.to(tl.int64)), mask=row < num_rows)
+            tl.store(pair + num_blocks, token.to(tl.int64), mask=row < num_rows)
+    if not KEYS:
         out = out_ptr + row[None, :] * out_stride + output[:, None]
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside & (row < num_rows)[None, :])
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside & stored[None, :])
 
 
 def takes(num_rows: int, weight: torch.Tensor) -> bool:
@@ -82,7 +98,7 @@ def few_rows_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         [n, N] of the same dtype.
     """
     out = torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device)
-    _launch(rows, weight, out, keys=False)
+    _launch(rows, weight, out, None)
     return out
 
 
@@ -96,29 +112,64 @@ def few_rows_keys(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         [n, blocks] int64, the best of each block of tokens.
     """
-    out = torch.empty(len(rows), triton.cdiv(len(weight), _OUTPUTS), dtype=torch.int64, device=rows.device)
-    _launch(rows, weight, out, keys=True)
-    return out
+    keys = torch.empty(len(rows), _blocks(weight), dtype=torch.int64, device=rows.device)
+    _launch(rows, weight, None, keys)
+    return keys
 
 
-def _launch(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, keys: bool) -> None:
+def few_rows_by_temperature(
+    rows: torch.Tensor, weight: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`few_rows_product`, of which greedy rows leave no more than their best tokens.
+
+    Args:
+        rows: as of `few_rows_product`.
+        weight: likewise; its rows are the tokens.
+        idx_mapping: [n] int32 or int64, request state of each row; a row of -1 is padding, which counts as greedy.
+        temperature: [R] float32, by request state; 0 is greedy.
+
+    Returns:
+        logits [n, N] of the same dtype, undefined in greedy rows; and [n, 2, blocks] int64 in the last form of
+        `how_drafted`, for `sample_with_logits` to put the other rows' samples in place of what is least there.
+    """
+    out = torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device)
+    best = torch.empty(len(rows), 2, _blocks(weight), dtype=torch.int64, device=rows.device)
+    _launch(rows, weight, out, best, idx_mapping, temperature)
+    return out, best
+
+
+def _blocks(weight: torch.Tensor) -> int:
+    return int(triton.cdiv(len(weight), _OUTPUTS))
+
+
+def _launch(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None,
+    best: torch.Tensor | None,
+    idx_mapping: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+) -> None:
     num_rows, width = rows.shape
-    num_outputs = weight.shape[0]
     padded = max(_LEAST_ROWS, triton.next_power_of_2(num_rows))
-    launch(_few_rows_kernel, (triton.cdiv(num_outputs, _OUTPUTS),))(
+    launch(_few_rows_kernel, (_blocks(weight),))(
         rows,
         rows.stride(0),
         weight,
         weight.stride(0),
         out,
-        out.stride(0),
+        0 if out is None else out.stride(0),
+        best,
+        idx_mapping,
+        temperature,
         num_rows,
-        num_outputs,
+        weight.shape[0],
         WIDTH=width,
         ROWS=padded,
         OUTPUTS=_OUTPUTS,
         BLOCK=_BLOCK,
         STAGES=stages(_STAGES, (_OUTPUTS + padded) * _BLOCK * weight.element_size(), weight.device),
-        KEYS=keys,
+        KEYS=out is None,
+        BY_TEMPERATURE=temperature is not None,
         num_warps=_WARPS,
     )

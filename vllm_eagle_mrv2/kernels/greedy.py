@@ -14,7 +14,8 @@ from vllm_eagle_mrv2.kernels.launching import launch
 _BLOCK = 2048
 
 
-_LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+"""Before the order of every score, and every key."""
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 """Beyond every token."""
 
@@ -92,11 +93,11 @@ def drafted_token(drafted_ptr, row, KEYS: tl.constexpr, LANES: tl.constexpr, PAI
         each = tl.arange(0, LANES)
         if PAIRS:
             orders_ptr = drafted_ptr + row * 2 * KEYS
-            orders = tl.load(orders_ptr + each, mask=each < KEYS, other=_LEAST)
+            orders = tl.load(orders_ptr + each, mask=each < KEYS, other=LEAST)
             tokens = tl.load(orders_ptr + KEYS + each, mask=each < KEYS, other=0)
             _, token = first_of_best(orders, tokens)
         else:
-            keys = tl.load(drafted_ptr + row * KEYS + each, mask=each < KEYS, other=_LEAST)
+            keys = tl.load(drafted_ptr + row * KEYS + each, mask=each < KEYS, other=LEAST)
             token = 0xFFFFFFFF - (tl.max(keys, axis=0) & 0xFFFFFFFF)
     return token
 

@@ -51,59 +51,65 @@ def _sample_blocks_kernel(
     draft_logits_stride_req,
     draft_logits_stride_step,
     best_ptr,
+    best_width,
     num_columns,
-    num_blocks,
     MAPPED: tl.constexpr,
     KEEP: tl.constexpr,
     AFTER_TEMPERATURE: tl.constexpr,
     SALTED: tl.constexpr,
     FP64: tl.constexpr,
+    GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     logits_ptr += row * logits_stride
+    if GREEDY:
+        # Under way before it is known whether the row is greedy: the kernel is little but latency for those that are.
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < num_columns
+        row_logits = tl.load(logits_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
     state = tl.load(idx_mapping_ptr + row).to(tl.int64)
     live = state >= 0
     temperature = tl.load(temperature_ptr + state, mask=live, other=0.0)
+    if not GREEDY:  # noqa: SIM102 - known to the compiler
+        if temperature == 0.0:
+            return
+    best = tl.full((), float("-inf"), tl.float64 if FP64 else tl.float32)
+    token = NO_TOKEN
     # Beside NaN any lane may win, those beyond the vocabulary too: it is made the least.
     if temperature != 0.0:
         # A part at a time: random numbers take many registers, and the other branch would have to wait for them too.
-        best = tl.full((), float("-inf"), tl.float64 if FP64 else tl.float32)
-        token = NO_TOKEN
         step = tl.load(draft_step_ptr)
         seed = tl.load(seeds_ptr + state)
         position = tl.load(positions_ptr + row) + 1
         for start in range(0, BLOCK, PART):
-            columns = block * BLOCK + start + tl.arange(0, PART)
-            inside = columns < num_columns
-            tokens = tokens_of(columns, inside, offsets_ptr, MAPPED)
-            raw = tl.load(logits_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            part = block * BLOCK + start + tl.arange(0, PART)
+            held = part < num_columns
+            tokens = tokens_of(part, held, offsets_ptr, MAPPED)
+            raw = tl.load(logits_ptr + part, mask=held, other=float("-inf")).to(tl.float32)
             scaled = raw / temperature
             if KEEP:
                 kept = draft_logits_ptr + state * draft_logits_stride_req + step * draft_logits_stride_step + tokens
-                tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=inside)
+                tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=held)
             score = scaled.to(tl.float64) if FP64 else scaled
-            score = tl.where(inside, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
+            score = tl.where(held, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
             score, first = first_of_best(tl.where(score == score, score, float("-inf")), tokens)
             token = tl.where(score > best, first, tl.where(score == best, tl.minimum(token, first), token))
             best = tl.maximum(score, best)
-    else:
+    elif GREEDY:
         # Nothing is stored, for a greedy row as for padding: vLLM compares greedy drafts with the target's argmax.
         # Nor is anything finer than the logits, that it would need float64.
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < num_columns
         tokens = tokens_of(columns, inside, offsets_ptr, MAPPED)
-        raw = tl.load(logits_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        largest, token = first_of_best(tl.where(raw == raw, raw, float("-inf")), tokens)
+        largest, token = first_of_best(tl.where(row_logits == row_logits, row_logits, float("-inf")), tokens)
         best = largest.to(tl.float64) if FP64 else largest
     if FP64:
-        orders_ptr = best_ptr + row * 2 * num_blocks
+        orders_ptr = best_ptr + row * 2 * best_width
         tl.store(orders_ptr + block, order_of_double(best))
-        tl.store(orders_ptr + num_blocks + block, token.to(tl.int64))
+        tl.store(orders_ptr + best_width + block, token.to(tl.int64))
     else:
-        tl.store(best_ptr + row * num_blocks + block, key_of(order_of(best), token.to(tl.int64)))
+        tl.store(best_ptr + row * best_width + block, key_of(order_of(best), token.to(tl.int64)))
 
 
 def sample_with_logits(
@@ -119,6 +125,7 @@ def sample_with_logits(
     after_temperature: bool,
     fp64: bool,
     offsets: torch.Tensor | None = None,
+    best: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample a draft token for every row by the Gumbel-max rule, and store what it was sampled from, unless greedily.
 
@@ -139,16 +146,20 @@ def sample_with_logits(
         fp64: noise and comparison in float64.
         offsets: [V] int64, how far it is from each column to the target's token; None where it is the token.  It takes
             rows of the target's vocabulary to store them.
+        best: of `few_rows_by_temperature`, which has the greedy rows; written, only with ``fp64``.
 
     Returns:
         the best of each block of tokens in a form of `how_drafted`: keys [n, m], or with ``fp64`` scores and tokens
         [n, 2, m].  The kernel that the token goes to takes the best of them.
     """
     assert offsets is None or draft_logits is None
+    assert best is None or fp64
     num_rows, num_columns = logits.shape
     block = 1024 if num_rows <= FEW_ROWS else 2048
     num_blocks = triton.cdiv(num_columns, block)
-    best = logits.new_empty((num_rows, 2, num_blocks) if fp64 else (num_rows, num_blocks), dtype=torch.int64)
+    greedy = best is None
+    if best is None:
+        best = logits.new_empty((num_rows, 2, num_blocks) if fp64 else (num_rows, num_blocks), dtype=torch.int64)
     launch(_sample_blocks_kernel, (num_rows, num_blocks))(
         logits,
         logits.stride(0),
@@ -162,13 +173,14 @@ def sample_with_logits(
         0 if draft_logits is None else draft_logits.stride(0),
         0 if draft_logits is None else draft_logits.stride(1),
         best,
+        best.shape[-1],
         num_columns,
-        num_blocks,
         MAPPED=offsets is not None,
         KEEP=draft_logits is not None,
         AFTER_TEMPERATURE=after_temperature,
         SALTED=salted,
         FP64=fp64,
+        GREEDY=greedy,
         BLOCK=block,
         PART=_PART,
     )
@@ -183,6 +195,7 @@ def sample_with_target_noise(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     draft_step: torch.Tensor,
+    best: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`sample_with_logits` for vLLM 0.20, which keeps no logits: drafts drawn with the target's own random numbers.
 
@@ -201,6 +214,7 @@ def sample_with_target_noise(
         after_temperature=True,
         fp64=True,
         offsets=offsets,
+        best=best,
     )
 
 

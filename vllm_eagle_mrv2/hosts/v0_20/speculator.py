@@ -14,6 +14,7 @@ from vllm_eagle_mrv2.cudagraph import Pass
 from vllm_eagle_mrv2.hosts import monolith, v0_20
 from vllm_eagle_mrv2.hosts.common import StockHost
 from vllm_eagle_mrv2.hosts.monolith import CompletedEagleSpeculator, MonolithHost
+from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.method import Family
 
@@ -63,10 +64,17 @@ class EagleMRV2Speculator(MonolithHost, CompletedEagleSpeculator):
         draft_logits: torch.Tensor | None,
     ) -> torch.Tensor:
         """Drafts for n rows in a form of `how_drafted`, with the target's own random numbers; none of logits kept."""
-        head = self._head
-        logits = self.model.compute_logits(hidden_states) if head is None else head.logits(hidden_states)
+        head, best = self._head, None
+        if head is None:
+            logits = self.model.compute_logits(hidden_states)
+        else:
+            logits, best = head.logits_by_temperature(hidden_states, idx_mapping, temperature)
         offsets = None if head is None else head.offsets
-        return sample_with_target_noise(logits, offsets, idx_mapping, temperature, seeds, positions, draft_step)
+        return sample_with_target_noise(logits, offsets, idx_mapping, temperature, seeds, positions, draft_step, best)
+
+    def _draft_few_rows(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> object:
+        buffers = self.loop.buffers
+        return few_rows_by_temperature(hidden_states, weight, buffers.idx_mapping, buffers.temperature)
 
     def _drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
         return functools.partial(compile_ahead.sampling, self.loop.buffers, head, offsets)
