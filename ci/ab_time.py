@@ -98,6 +98,7 @@ def main() -> int:
     parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--draft-vocab", type=int, metavar="SIZE", help="ours drafts from so many tokens")
     parser.add_argument("--setting")
+    parser.add_argument("--pair", type=int, help="which of several pairs of the same case")
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"))
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -4,10 +4,11 @@
 #   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs] [timelines] [tests] [more] [alone] [older] ['older_8b [K...]']
 #
 # all but the last two where none is named, and in the order that they are named in, several times if so. starts: what
-# engines take that start alone, their caches empty. pairs: stock and ours in turn. timelines: where the time of draft
+# engines take that start alone, their caches empty. pairs: stock and ours in turn, in the cases that have a target; that
+# on FlashInfer where the site of 0.26.0 brings it (ci/gpu_pack.py --with 0.26.0:...). timelines: where the time of draft
 # phases goes. tests: tests/gpu on four releases, the kernels' tests and compute-sanitizer, and two ranks where there are
-# two GPUs. more: pairs of 8B targets, and those on FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with
-# 0.26.0:...). alone: what single behaviours gain. older, older_8b: what 0.20.2 and 0.22.1 gain at other K and batch sizes.
+# two GPUs. more: pairs of 0.26.0 in further cases. alone: what single behaviours gain. older, older_8b: what 0.20.2 and
+# 0.22.1 gain at other K and batch sizes.
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 (($#)) || set -- starts pairs timelines tests more alone
@@ -16,8 +17,8 @@ gpus=$(nvidia-smi -L | wc -l) cores=$(nproc)
 memory=(--engine '{"kv_cache_memory_bytes":1073741824}')
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1 # 0.33's torch, with the cuDNN that is there
 in_turn=(--rounds 21 --tokens 96 "${memory[@]}")
-# Where the site of 0.26.0 brings it; it takes minutes to start.
 on_flashinfer='0.26.0 --steps 3 --setting FlashInfer --engine {"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}'
+has_flashinfer() { bash ci/gpu_lease.sh wait 0.26.0; [[ -e $ROOT/site-0.26.0/flashinfer ]]; } # it takes minutes to start
 running=() begun_on=
 
 # Beside others, as soon as its sites are there: GPUs (0, 1, or both: 0,1), a name, the limit in seconds, arguments of
@@ -53,13 +54,26 @@ starts() {
   all_ended
 }
 
+# So many pairs of a case, as they differ by 1 to 2 % though the rounds of each agree.
+several() {
+  local again=('' ' --pair '{2,3,4})
+  again=("${again[@]:0:$1}")
+  printf '%s\n' "${again[@]/#/$2}"
+}
+
 pairs() {
+  local eagle3='--shape 8b --family eagle3 --steps 5' of_1b of_8b others flashinfer=()
+  mapfile -t of_1b < <(several 4 '0.20.2 --steps 7 --batch 1 32'; several 2 '0.20.2 --steps 3')
+  mapfile -t of_8b < <(several 3 "0.20.2 $eagle3")
+  mapfile -t others < <(several 2 "0.22.1 $eagle3")
+  ! has_flashinfer || flashinfer=("$on_flashinfer")
   beside 0 pairs-0 500 times '0.26.0 --steps 3 --batch 1 8 32' '0.26.0 --steps 7 --batch 1 8 32' \
-    '0.26.0 --shape 8b --family eagle3 --steps 5' '0.26.0 --steps 7 --draft-vocab 32768' '0.22.1 --steps 3' \
-    '0.22.1 --steps 7 --batch 1 32' '0.26.0 --family eagle3 --steps 7 --batch 1 8 32' -- "${in_turn[@]}"
-  beside 1 pairs-1 500 times '0.20.2 --steps 7 --batch 1 32' '0.20.2 --steps 7 --batch 32 1 --setting second' \
-    '0.20.2 --steps 3' '0.26.0 --steps 1 --batch 1 8 32' '0.33.0 --steps 3' '0.33.0 --steps 7 --batch 1 32' \
-    '0.26.0 --family eagle3 --steps 3 --batch 1 8 32' '0.26.0 --family eagle3 --steps 1 --batch 1 8 32' -- "${in_turn[@]}"
+    '0.26.0 --steps 7 --draft-vocab 32768' '0.22.1 --steps 3' '0.22.1 --steps 7 --batch 1 32' \
+    '0.33.0 --steps 3 --rounds 41' '0.33.0 --steps 7 --batch 1 32' -- "${in_turn[@]}"
+  beside 1 pairs-1 500 times "${of_1b[@]}" '0.26.0 --steps 1 --batch 1 8 32' -- "${in_turn[@]}"
+  all_ended # a GPU has memory for three pairs of 8B
+  beside 0 pairs-2 300 times "${of_8b[@]}" -- "${in_turn[@]}" --rounds 11
+  beside 1 pairs-3 400 times "${others[@]}" "0.26.0 $eagle3" "${flashinfer[@]}" -- "${in_turn[@]}" --rounds 11
   all_ended
 }
 
@@ -84,19 +98,13 @@ tests() {
   all_ended
 }
 
-has_flashinfer() { bash ci/gpu_lease.sh wait 0.26.0; [[ -e $ROOT/site-0.26.0/flashinfer ]]; }
-
 more() {
-  local flashinfer=()
-  ! has_flashinfer || flashinfer=("$on_flashinfer")
-  beside 0 more-0 400 times '0.26.0 --shape 8b --steps 1 --batch 1 8 32' '0.26.0 --shape 8b --steps 3 --batch 1 8 32' \
-    '0.20.2 --shape 8b --family eagle3 --steps 5' "${flashinfer[@]}" -- "${in_turn[@]}" --rounds 11
-  beside 1 more-1 400 times '0.26.0 --shape 8b --family eagle3 --steps 1 --batch 1 8 32' \
-    '0.26.0 --shape 8b --family eagle3 --steps 3 --batch 1 8 32' '0.22.1 --shape 8b --family eagle3 --steps 5' \
-    '0.33.0 --steps 3 --rounds 41' -- "${in_turn[@]}" --rounds 11
+  beside 0 more-0 300 times '0.26.0 --shape 8b --steps '{1,3}' --batch 1 8 32' -- "${in_turn[@]}" --rounds 11
+  beside 1 more-1 300 times '0.26.0 --shape 8b --family eagle3 --steps '{1,3}' --batch 1 8 32' -- "${in_turn[@]}" --rounds 11
   all_ended # a GPU has no memory for these beside them
-  beside 0 more-2 400 times '0.26.0 --shape 8b --steps 7 --batch 1 8 32' \
+  beside 0 more-2 300 times '0.26.0 --shape 8b --steps 7 --batch 1 8 32' \
     '0.26.0 --shape 8b --family eagle3 --steps 7 --batch 1 8 32' -- "${in_turn[@]}" --rounds 7
+  beside 1 more-3 300 times '0.26.0 --family eagle3 --steps '{1,3,7}' --batch 1 8 32' -- "${in_turn[@]}"
   all_ended
 }
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DRAFTS = "draft_what_stock_drafts["
 NO_MEMORY = "Free memory on device"  # of vLLM, when others have taken it before an engine starts
+MEASURED = ("stock", "eagle_mrv2", "ratio", "quartiles", "rounds")
 VERSIONS = ["python=3.12.3", "torch=2.11.0+cu130", "triton=3.6.0"]
 BUILDS = {
     "test_what_stock_builds": "stock",
@@ -63,13 +66,27 @@ def read_reports(reports: list[Path]) -> dict[str, Any]:
 
 
 def read_times(file: Path, release: str) -> list[dict[str, Any]]:
-    """The comparisons of a release."""
-    lines = (json.loads(line) for line in file.read_text().splitlines() if line.startswith("{"))
-    return [
-        {key: [value] if key in ("stock", "eagle_mrv2") else value for key, value in line.items() if key != "vllm"}
-        for line in lines
-        if line["vllm"] == release
-    ]
+    """The comparisons of a release; several pairs of engines in one case are one, of geometric means."""
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for line in file.read_text().splitlines():
+        if line.startswith("{"):
+            one = json.loads(line)
+            if one.pop("vllm") == release:
+                case = {key: value for key, value in one.items() if key not in MEASURED}
+                cases.setdefault(json.dumps(case, sort_keys=True), []).append(one)
+    return [_joined(pairs) for pairs in cases.values()]
+
+
+def _joined(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    def mean(values: Iterable[float]) -> float:
+        return round(statistics.geometric_mean(values), 4)
+
+    return pairs[0] | {
+        **{side: [pair[side] for pair in pairs] for side in ("stock", "eagle_mrv2")},
+        "ratio": mean(pair["ratio"] for pair in pairs),
+        "quartiles": [mean(each) for each in zip(*(pair["quartiles"] for pair in pairs), strict=True)],
+        "rounds": sum(pair["rounds"] for pair in pairs),
+    }
 
 
 def main() -> None:

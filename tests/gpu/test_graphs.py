@@ -371,17 +371,20 @@ def test_draft_decodes_attend_with_one_kernel() -> None:
                 greedy(llm, prompts, 16)
                 torch.cuda.synchronize()
             names = [event.name for event in profile.events()]
-            ours, flash, phases = (
-                sum(part in each for each in names) for part in ("single_token_attention", "flash", "prefill_inputs")
+            kernel, written = "single_token_attention", "reshape_and_cache"
+            ours, flash, writes, phases = (
+                sum(part in each for each in names) for part in (kernel, "flash::", written, "prefill_inputs")
             )
             # A draft phase more or less, by the acceptance, makes no difference to these.
-            kernels[name] = (ours / phases, flash / phases)
+            kernels[name] = (ours / phases, flash / phases, writes / phases)
     assert tokens["ours"] == tokens["FlashAttention's"]
     assert lengths["ours"] == pytest.approx(lengths["FlashAttention's"], abs=0.1)
     # The target and the draft prefill stay with FlashAttention.
     assert kernels["ours"][0] > 1
     assert kernels["FlashAttention's"][0] == 0
     assert 0 < kernels["ours"][1] <= kernels["FlashAttention's"][1] - 0.9 * kernels["ours"][0]
+    # They write the cache too.
+    assert 0 < kernels["ours"][2] <= kernels["FlashAttention's"][2] - 0.9 * kernels["ours"][0]
 
 
 # What asks nothing of the builders hides what they do.

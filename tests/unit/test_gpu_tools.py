@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -266,6 +267,20 @@ def test_what_found_no_memory_has_not_run(tmp_path: Path) -> None:
     report.write_text(f"<testsuite>{cases}</testsuite>")
     tests = ci_module("gpu_result").read_reports([report])["tests"]
     assert tests == {"passed": 1, "failed": 0, "skipped": 0, "not_run": 1}
+
+
+def test_pairs_of_one_case_are_one_result(tmp_path: Path) -> None:
+    times = tmp_path / "times.jsonl"
+    case = {"vllm": "0.26.0", "shape": "1b", "method": "eagle", "k": 3, "batch": 1}
+    pair = {"stock": 2.0, "eagle_mrv2": 1.0, "ratio": 2.0, "quartiles": [1.0, 4.0], "rounds": 11}
+    other = {"stock": 8.1, "eagle_mrv2": 1.0, "ratio": 8.0, "quartiles": [4.0, 9.0], "rounds": 7}
+    lines = [case | pair, case | {"setting": "FlashInfer"} | pair, case | other, case | {"vllm": "0.33.0"} | other]
+    times.write_text("\n".join(["a log", *map(json.dumps, lines)]))
+    joined, alone = ci_module("gpu_result").read_times(times, "0.26.0")
+    del case["vllm"]
+    measured = {"stock": [2.0, 8.1], "eagle_mrv2": [1.0, 1.0], "ratio": 4.0, "quartiles": [2.0, 6.0], "rounds": 18}
+    assert joined == case | measured
+    assert alone == case | {"setting": "FlashInfer"} | pair | {"stock": [2.0], "eagle_mrv2": [1.0]}
 
 
 def test_the_last_report_of_a_test_counts(tmp_path: Path) -> None:
