@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys, few_rows_product
+from vllm_eagle_mrv2.kernels.few_rows_product import MAX_ROWS, few_rows_by_temperature, few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.row_product import row_product
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 
 # Outputs and inputs of a draft's products: an EAGLE head of a 1B target, and of an 8B one.
@@ -115,6 +116,18 @@ def argmax_of_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return argmax_keys(F.linear(rows, weight))
 
 
+def sampled() -> Cases:
+    """The same for greedy drafts where vLLM 0.20 samples: without their logits, or out of PyTorch's product."""
+    zeros, temperature = torch.zeros(MAX_ROWS, device="cuda", dtype=torch.int64), torch.zeros(1, device="cuda")
+
+    def drafts(rows: torch.Tensor, weight: torch.Tensor, *, ours: bool) -> torch.Tensor:
+        of_rows = (zeros[: len(rows)], temperature)
+        logits, best = few_rows_by_temperature(rows, weight, *of_rows) if ours else (F.linear(rows, weight), None)
+        return sample_with_target_noise(logits, None, *of_rows, zeros, zeros[: len(rows)], zeros[0], best)
+
+    return few_rows(partial(drafts, ours=True), partial(drafts, ours=False))
+
+
 def argmaxes() -> Cases:
     """The same for greedy drafts; logits come from the cache, so that bytes say nothing."""
     for rows in (1, 8, 32):
@@ -123,10 +136,15 @@ def argmaxes() -> Cases:
             yield f"{rows} x {width}", [partial(argmax_keys, logits)] * 20, [partial(logits.argmax, dim=-1)] * 20, 0
 
 
-def attentions() -> Cases:
-    """The same for one token a request, with 32 heads over 8 of keys and values in pages of 16 tokens."""
+def attentions(*, writes: bool) -> Cases:
+    """The same for one token a request, with 32 heads over 8 of keys and values in pages of 16 tokens.
+
+    Args:
+        writes: the tokens' own keys and values are yet to be written, for which vLLM has a kernel.
+    """
     if find_spec("vllm") is None:
         return
+    from vllm._custom_ops import reshape_and_cache_flash
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     heads, kv_heads, page = 32, 8, 16
@@ -139,12 +157,19 @@ def attentions() -> Cases:
         lengths = torch.tensor(of, device="cuda", dtype=torch.int32)
         starts = torch.arange(len(of) + 1, device="cuda", dtype=torch.int32)
         attention = SingleTokenAttention(heads, kv_heads, width, query.device)
+        last, one = lengths.long() - 1, torch.ones(1, device="cuda")
+        slots = table[torch.arange(len(of), device="cuda"), last // page].long() * page + last % page
+        own = (query[:, :kv_heads], query[:, kv_heads : 2 * kv_heads], slots) if writes else ()
+        mine = (query, table, lengths)
+        all_of = (*mine, starts, max(of))
 
-        def ours(cache: torch.Tensor, attention: Any = attention, of: tuple[Any, ...] = (query, table, lengths)) -> Any:
-            return attention(of[0], *cache.unbind(1), *of[1:], of[0].shape[-1] ** -0.5, torch.empty_like(of[0]))
+        def ours(cache: torch.Tensor, attention: Any = attention, of: Any = mine, own: Any = own) -> Any:
+            return attention(of[0], *cache.unbind(1), *of[1:], of[0].shape[-1] ** -0.5, torch.empty_like(of[0]), *own)
 
-        def theirs(cache: torch.Tensor, of: tuple[Any, ...] = (query, table, lengths, starts, max(of))) -> Any:
+        def theirs(cache: torch.Tensor, of: Any = all_of, own: Any = own, scale: Any = one) -> Any:
             query, table, lengths, starts, longest = of
+            if own:
+                reshape_and_cache_flash(*own[:2], *cache.unbind(1), own[2], "auto", scale, scale)
             schedule = get_scheduler_metadata(
                 batch_size=len(query),
                 max_seqlen_q=1,
@@ -190,8 +215,10 @@ KERNELS: dict[str, Callable[[], Cases]] = {
     "row_product": row_products,
     "few_rows_product": partial(few_rows, few_rows_product, F.linear),
     "few_rows_keys": partial(few_rows, few_rows_keys, argmax_of_product),
+    "few_rows_by_temperature": sampled,
     "argmax_keys": argmaxes,
-    "single_token_attention": attentions,
+    "single_token_attention": partial(attentions, writes=False),
+    "writing_attention": partial(attentions, writes=True),
 }
 
 
