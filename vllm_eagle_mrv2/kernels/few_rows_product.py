@@ -43,10 +43,9 @@ def _few_rows_kernel(
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside, live = (output < num_outputs)[:, None], (row < num_rows)[:, None]
-    stored = row < num_rows
     if BY_TEMPERATURE:
-        state = tl.load(idx_mapping_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)
-        stored &= tl.load(temperature_ptr + state, mask=state >= 0, other=0.0) != 0.0
+        # Looked at behind the loop, so that it does not wait for this.
+        state = tl.load(idx_mapping_ptr + row, mask=row < num_rows, other=-1)
     weights = weight_ptr + output[:, None].to(tl.int64) * weight_stride + column[None, :]
     inputs = rows_ptr + row[:, None] * rows_stride + column[None, :]
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -55,6 +54,9 @@ def _few_rows_kernel(
         weight = tl.load(weights + start, mask=inside & held, other=0.0, eviction_policy="evict_first")
         values = tl.load(inputs + start, mask=live & held, other=0.0)
         total = tl.dot(weight, values.trans(), total)
+    stored = row < num_rows
+    if BY_TEMPERATURE:
+        stored &= tl.load(temperature_ptr + state.to(tl.int64), mask=state >= 0, other=0.0) != 0.0
     if KEYS or BY_TEMPERATURE:
         logits = total.to(rows_ptr.dtype.element_ty).to(tl.float32)  # rounded as they would be stored
         if BY_TEMPERATURE:

@@ -155,21 +155,13 @@ def _single_token_attention_kernel(
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
     end = tl.minimum((split + 1) * share, length)
     if WRITES:
-        # The token's own key and value begin the sums of the last split, as nothing orders reads of the cache after
-        # this write.
+        # The token's own key and value join behind the loop: nothing orders reads of the cache after their write, and
+        # the loop's reads do not wait for them.
         end = tl.minimum(end, length - 1)
         last = split == splits - 1
         slot = tl.load(slots_ptr + request, mask=last, other=-1)  # -1 in the rows of a dummy run
         key = tl.load(key_ptr + request.to(tl.int64) * key_stride + head * WIDTH + column)
         value = tl.load(value_ptr + request.to(tl.int64) * value_stride + head * WIDTH + column)
-        home = slot // BLOCK_SIZE * cache_stride_block + slot % BLOCK_SIZE * cache_stride_slot
-        home += head * cache_stride_head + column
-        tl.store(key_cache_ptr + home, key, mask=slot >= 0)
-        tl.store(value_cache_ptr + home, value, mask=slot >= 0)
-        score = tl.sum(query.to(tl.float32) * key[None, :].to(tl.float32), axis=1) * scale
-        highest = tl.where(last, score, highest)
-        total = tl.where(last, 1.0, total)
-        summed = tl.where(last, value[None, :].to(tl.float32), summed)
     for start in tl.range(split * share, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
         live = token < end
@@ -183,6 +175,18 @@ def _single_token_attention_kernel(
         weights = tl.exp(scores - higher[:, None])
         total = total * faded + tl.sum(weights, axis=1)
         summed = tl.dot(weights.to(values.dtype), values, summed * faded[:, None])
+        highest = higher
+    if WRITES:
+        home = slot // BLOCK_SIZE * cache_stride_block + slot % BLOCK_SIZE * cache_stride_slot
+        home += head * cache_stride_head + column
+        tl.store(key_cache_ptr + home, key, mask=slot >= 0)
+        tl.store(value_cache_ptr + home, value, mask=slot >= 0)
+        score = tl.sum(query.to(tl.float32) * key[None, :].to(tl.float32), axis=1) * scale
+        score = tl.where(last, score, float("-inf"))
+        higher = tl.maximum(highest, score)
+        faded, weight = tl.exp(highest - higher), tl.exp(score - higher)
+        total = total * faded + weight
+        summed = summed * faded[:, None] + weight[:, None] * value[None, :].to(tl.float32)
         highest = higher
     if splits == 1:
         tl.store(out, (summed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine[:, None])
