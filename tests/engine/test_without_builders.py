@@ -1,6 +1,6 @@
 """Draft decodes by `DecodeMetadata` alone, on a CPU whose layers stand in for those that attend by our kernel.
 
-They attend by the CPU's own, to which they say what `DecodeMetadata` says.
+They attend by the CPU's own, to which they say what `DecodeMetadata` says, and write what vLLM was kept from writing.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ def layers_that_need_no_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Builder, "__init__", making)
 
     def attend(impl: Any, kernels: Any) -> None:
-        stock = impl.forward
+        stock, write = impl.forward, impl.do_kv_cache_update
+        slots = draft_attention._leave_writing(impl)
 
         def forward(
             layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, **further: Any
         ) -> Any:
+            assert len(slots) == isinstance(metadata, DecodeMetadata)
             if isinstance(metadata, DecodeMetadata):
+                write(layer, key, value, cache, slots.pop())
                 live = int((metadata.seq_lens > 0).sum())
                 seq_lens, starts = metadata.seq_lens[:live], torch.arange(live + 1, dtype=torch.int32)
                 schedule = ops.cpu_attn_get_scheduler_metadata(
