@@ -138,11 +138,10 @@ def sampling(buffers: DraftBuffers, head: torch.Tensor, offsets: torch.Tensor | 
     """
     of_rows = (buffers.idx_mapping, buffers.temperature)
     others = (*of_rows, buffers.seeds, buffers.sample_positions, buffers.draft_step[0])
-    few = offsets is None and takes(2, head)
     forms = []
-    for num_rows in (1, FEW_ROWS + 1, *([2, MAX_ROWS + 1] if few else [])):
+    for num_rows in (1, 2, FEW_ROWS + 1, MAX_ROWS + 1):
         logits, best = torch.empty(num_rows, len(head), dtype=head.dtype, device=_META), None
-        if few and takes(num_rows, head):
+        if offsets is None and takes(num_rows, head):
             rows = torch.empty(num_rows, head.shape[1], dtype=head.dtype, device=_META)
             logits, best = few_rows_by_temperature(rows, head, *of_rows)
         forms.append(sample_with_target_noise(logits, offsets, *others, best))

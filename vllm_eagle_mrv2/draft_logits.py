@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+FewRows = Callable[[torch.Tensor, torch.Tensor], Any]
+"""Of rows [n, H] and weights [N, H]."""
+
 
 class DraftLogits:
     """The one ``LogitsProcessor`` that a draft has of its own, asked for no more than an argmax needs.
@@ -26,12 +29,8 @@ class DraftLogits:
         self.processor = processor
         self.short = False
         """Whether logits are being computed for us, so that they need not be whole."""
-        self.keys_do = False
-        """Whether keys of `argmax_keys` may stand for what is being computed."""
-        self.of_rows: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Request states and temperatures where greedy rows' tokens may stand for their logits."""
-        self.best: torch.Tensor | None = None
-        """Those tokens, of `few_rows_by_temperature`, if they do."""
+        self.few: FewRows | None = None
+        """What may take the place of a product of few rows with the head's weights, in what is being computed."""
         self._untouched: bool | None = None
         self._rank: int = get_tensor_model_parallel_rank()
         self._ranks: int = get_tensor_model_parallel_world_size()
@@ -77,19 +76,17 @@ class DraftLogits:
         self,
         compute: Callable[[torch.Tensor], torch.Tensor],
         hidden_states: torch.Tensor,
-        keys_do: bool = False,
-        of_rows: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+        few: FewRows | None = None,
+    ) -> Any:
         """[n, W] what the processor makes of hidden states [n, H] when nothing is gathered or filled up.
 
-        With ``keys_do`` it may also be keys of `argmax_keys`, [n, blocks] int64.  With ``of_rows``, the last arguments
-        of `few_rows_by_temperature`, greedy rows may be left out, and `best` is what that has of them.
+        With ``few`` it may also be what that makes of the hidden states and the head's weights, if there are few rows.
         """
-        self.short, self.keys_do, self.of_rows, self.best, self._sharded = True, keys_do, of_rows, None, False
+        self.short, self.few, self._sharded = True, few, False
         try:
             return compute(hidden_states)
         finally:
-            self.short, self.keys_do, self.of_rows = False, False, None
+            self.short, self.few = False, None
 
     def shard(self, logits: torch.Tensor, num_rows: int) -> tuple[int, int] | None:
         """First row of the head and number of rows that the columns stand for; None if they stand for all of them.

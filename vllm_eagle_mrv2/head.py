@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from vllm_eagle_mrv2.draft_logits import DraftLogits
+from vllm_eagle_mrv2.draft_logits import DraftLogits, FewRows
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 
 _MODELS = "vllm.model_executor.models"
@@ -51,10 +52,11 @@ class DraftHead:
         mapped = getattr(self._model, "draft_id_to_target_id", None) is not None
         return mapped and type(self._model).compute_logits.__module__ in _SCATTERING and self._trimmed is None
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_states: torch.Tensor, few: FewRows | None = None) -> Any:
         """[n, C] for hidden states [n, H], a column for each row of the head; see `offsets`.
 
-        A rank that keeps its shard of the logits gets no more than that.
+        A rank that keeps its shard of the logits gets no more than that.  With ``few`` it may also be what that makes
+        of few rows and the weights of a head whose rows are the tokens.
 
         Raises:
             EagleMRV2Error: the head is trimmed, and the draft does something to its logits afterwards.
@@ -62,7 +64,7 @@ class DraftHead:
         self._look_at_draft(hidden_states)
         if self._draft_logits is None:
             return self._compute(hidden_states)
-        return self._draft_logits(self._compute, hidden_states)
+        return self._draft_logits(self._compute, hidden_states, few if self.offsets is None else None)
 
     def logits_by_temperature(
         self, hidden_states: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor
@@ -77,13 +79,9 @@ class DraftHead:
         Raises:
             EagleMRV2Error: as `logits`.
         """
-        self._look_at_draft(hidden_states)
-        if self._draft_logits is None:
-            return self._compute(hidden_states), None
-        of_rows = (idx_mapping, temperature) if self.offsets is None else None
-        logits = self._draft_logits(self._compute, hidden_states, of_rows=of_rows)
-        best, self._draft_logits.best = self._draft_logits.best, None  # it may be memory of a graph
-        return logits, best
+        few = functools.partial(few_rows.few_rows_by_temperature, idx_mapping=idx_mapping, temperature=temperature)
+        found = self.logits(hidden_states, few)
+        return found if isinstance(found, tuple) else (found, None)
 
     def keys(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, m] int64 keys of `argmax_keys` for hidden states [n, H]: the best is the argmax, the first of equals.
@@ -91,13 +89,10 @@ class DraftHead:
         Raises:
             EagleMRV2Error: as `logits`.
         """
-        self._look_at_draft(hidden_states)
-        if self._draft_logits is None:
-            return argmax_keys(self._compute(hidden_states), self.offsets)
-        logits = self._draft_logits(self._compute, hidden_states, keys_do=self.offsets is None)
+        logits: torch.Tensor = self.logits(hidden_states, few_rows.few_rows_keys)
         if logits.dtype == torch.int64:
             return logits
-        shard = self._draft_logits.shard(logits, self._num_rows)
+        shard = None if self._draft_logits is None else self._draft_logits.shard(logits, self._num_rows)
         if shard is None:
             return argmax_keys(logits, self.offsets)
 

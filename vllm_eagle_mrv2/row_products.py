@@ -9,14 +9,13 @@ the kernel for its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from vllm_eagle_mrv2 import compile_ahead
-from vllm_eagle_mrv2.draft_logits import DraftLogits
+from vllm_eagle_mrv2.draft_logits import DraftLogits, FewRows
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.row_product import row_product
 from vllm_eagle_mrv2.options import OPTIONS_KEY
@@ -55,12 +54,9 @@ def named_in_caches(vllm_config: Any) -> bool:
     return isinstance(vllm_config.additional_config, dict) and OPTIONS_KEY in vllm_config.additional_config
 
 
-_FewRows = Callable[[torch.Tensor, torch.Tensor], object]
-
-
 @torch.inference_mode()
 def install(
-    draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits | None = None, few: _FewRows | None = None
+    draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits | None = None, few: FewRows | None = None
 ) -> int:
     """Have a draft's unquantized layers multiply so; those that it has from the target stay as they are there.
 
@@ -128,7 +124,7 @@ def _multiply_by_rows(layer: Any) -> None:
     layer.quant_method.apply = _apply
 
 
-def _compile_ahead(layer: Any, few: _FewRows | None = None) -> None:
+def _compile_ahead(layer: Any, few: FewRows | None = None) -> None:
     """Have the kernels for a layer compiled now, and not at a capture or by the first request of an eager draft."""
     weight, bias = layer.weight.data, getattr(layer, "bias", None)
     several = few_rows.variants(weight) if bias is None else []
@@ -144,7 +140,7 @@ def _compile_ahead(layer: Any, few: _FewRows | None = None) -> None:
     compile_ahead.submit(weight.device, launches)
 
 
-def _give_view_of_head(logits: DraftLogits, few: _FewRows | None) -> None:
+def _give_view_of_head(logits: DraftLogits, few: FewRows | None) -> None:
     """Let a processor see the head that it is given, the target's mostly, as one that multiplies so."""
     processor = logits.processor
     stock_forward = processor.forward
@@ -161,15 +157,11 @@ def _give_view_of_head(logits: DraftLogits, few: _FewRows | None) -> None:
                 _compile_ahead(view, few if lm_head.tp_size == 1 else None)
             seen = (lm_head, view)
         view = seen[1]
-        without = logits.keys_do or logits.of_rows is not None  # all logits
-        if without and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
+        if logits.few and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
             weight = view.weight[: processor.org_vocab_size]
             as_given = getattr(processor, "head_dtype", None) in (None, hidden_states.dtype)  # from 0.27 on
             if as_given and _are_few(hidden_states, weight):
-                if logits.of_rows is None:
-                    return few_rows.few_rows_keys(hidden_states, weight)
-                rest, logits.best = few_rows.few_rows_by_temperature(hidden_states, weight, *logits.of_rows)
-                return rest
+                return logits.few(hidden_states, weight)
         return stock_forward(view, hidden_states, *args, **kwargs)
 
     processor.forward = forward
