@@ -228,14 +228,19 @@ def test_a_draft_vocabulary_that_is_replaced_in_place(monkeypatch: pytest.Monkey
     assert after == draft.compute_logits(states()).argmax(-1).tolist() != before
 
 
+def speculator_of_0_20() -> Any:
+    """The class; the test is skipped where vLLM lacks what its module imports."""
+    try:
+        return importlib.import_module("vllm_eagle_mrv2.hosts.v0_20.speculator").EagleMRV2Speculator
+    except ImportError as error:
+        pytest.skip(f"the installed vLLM lacks what the host of 0.20 imports: {error}")
+
+
 @pytest.mark.parametrize("by_columns", [True, False], ids=["the head's columns", "two_stage_argmax disabled"])
 @pytest.mark.usefixtures("one_rank")
 def test_what_vllm_0_20_samples_from(by_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same drafts either way, of greedy requests and others; that release has no engine on a CPU."""
-    try:
-        host = importlib.import_module("vllm_eagle_mrv2.hosts.v0_20.speculator").EagleMRV2Speculator
-    except ImportError as error:
-        pytest.skip(f"the installed vLLM lacks what the host of 0.20 imports: {error}")
+    host = speculator_of_0_20()
     monkeypatch.setattr(head_module, "_SCATTERING", frozenset({Eagle3.__module__}))
     draft, hidden, rows = Eagle3(pair()[0].lm_head), states(), []
     compute_logits = Eagle3.compute_logits
@@ -265,10 +270,7 @@ def test_what_vllm_0_20_samples_from(by_columns: bool, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("one_rank")
 def test_vllm_0_20_leaves_greedy_rows_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few rows with a head of the target's vocabulary; what few are, here is a matter of the test."""
-    try:
-        host = importlib.import_module("vllm_eagle_mrv2.hosts.v0_20.speculator").EagleMRV2Speculator
-    except ImportError as error:
-        pytest.skip(f"the installed vLLM lacks what the host of 0.20 imports: {error}")
+    host = speculator_of_0_20()
     mapping, temperature = torch.arange(9, dtype=torch.int32) % 4, torch.tensor([0.0, 0.7, 0.0, 1.3])
     hidden = states().half()
     weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).half()
