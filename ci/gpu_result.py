@@ -1,12 +1,14 @@
-"""Puts together what came out of one release on a GPU: ci/results/h200-vllm-X.Y.Z.json.
+"""Puts what came out of one release on a GPU into ci/results/h200-vllm-X.Y.Z.json.
 
-    python ci/gpu_result.py 0.26.0 --reports gpu-0.26.0.xml --times ab.json --date 2026-11-21 \
+    python ci/gpu_result.py 0.26.0 --reports gpu-0.26.0.xml --times times.jsonl --date 2026-11-21 \
         --commit d0f8278 --command 'pytest tests/gpu' [--note TEXT]
 
 The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties; of a test that is in
 several, the last counts, so a run that was cut short can be gone on with.  A test whose engine found the GPU's memory
-taken by others has not run.  The times are lines that ci/ab_time.py
-printed, those of other releases are passed over.
+taken by others has not run.  The times are lines that ci/ab_time.py printed, those of other releases are passed over.
+
+What a file has already stays: cases measured again go to its ``earlier``, the others are told to be of its last commit;
+of the same commit as before, new pairs of engines join the old.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 DRAFTS = "draft_what_stock_drafts["
 NO_MEMORY = "Free memory on device"  # of vLLM, when others have taken it before an engine starts
-MEASURED = ("stock", "eagle_mrv2", "ratio", "quartiles", "rounds")
+SIDES = ("stock", "eagle_mrv2")
+MEASURED = (*SIDES, "ratio", "quartiles", "rounds")
 VERSIONS = ["python=3.12.3", "torch=2.11.0+cu130", "triton=3.6.0"]
 BUILDS = {
     "test_what_stock_builds": "stock",
@@ -62,59 +65,100 @@ def read_reports(reports: list[Path]) -> dict[str, Any]:
     tests = {verdict: counts[verdict] for verdict in ("passed", "failed", "skipped")}
     if counts["not_run"]:
         tests["not_run"] = counts["not_run"]
-    return {"tests": tests, "families": families, "draft_metadata": metadata}
+    return {"tests": tests, "families": dict(sorted(families.items())), "draft_metadata": metadata}
 
 
-def read_times(file: Path, release: str) -> list[dict[str, Any]]:
-    """The comparisons of a release; several pairs of engines in one case are one, of geometric means."""
+def read_times(files: list[Path], release: str) -> list[dict[str, Any]]:
+    """The comparisons of a release, a line for each case."""
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.startswith("{")]
+    of_release = [line for line in lines if line.pop("vllm") == release]
+    return joined([line | {side: [line[side]] for side in SIDES} for line in of_release])
+
+
+def case_of(line: dict[str, Any]) -> str:
+    """What was compared, on which code."""
+    return json.dumps({key: value for key, value in line.items() if key not in MEASURED}, sort_keys=True)
+
+
+def joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of one case as one, of the geometric means over all their pairs of engines."""
     cases: dict[str, list[dict[str, Any]]] = {}
-    for line in file.read_text().splitlines():
-        if line.startswith("{"):
-            one = json.loads(line)
-            if one.pop("vllm") == release:
-                case = {key: value for key, value in one.items() if key not in MEASURED}
-                cases.setdefault(json.dumps(case, sort_keys=True), []).append(one)
-    return [_joined(pairs) for pairs in cases.values()]
+    for line in lines:
+        cases.setdefault(case_of(line), []).append(line)
+    return [_one(same) for same in cases.values()]
 
 
-def _joined(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+def _one(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    pairs = [len(line["stock"]) for line in lines]
+
     def mean(values: Iterable[float]) -> float:
-        return round(statistics.geometric_mean(values), 4)
+        each = [value for value, weight in zip(values, pairs, strict=True) for _ in range(weight)]
+        return round(statistics.geometric_mean(each), 4)
 
-    return pairs[0] | {
-        **{side: [pair[side] for pair in pairs] for side in ("stock", "eagle_mrv2")},
-        "ratio": mean(pair["ratio"] for pair in pairs),
-        "quartiles": [mean(each) for each in zip(*(pair["quartiles"] for pair in pairs), strict=True)],
-        "rounds": sum(pair["rounds"] for pair in pairs),
+    return lines[0] | {
+        **{side: [time for line in lines for time in line[side]] for side in SIDES},
+        "ratio": mean(line["ratio"] for line in lines),
+        "quartiles": [mean(each) for each in zip(*(line["quartiles"] for line in lines), strict=True)],
+        "rounds": sum(line["rounds"] for line in lines),
     }
+
+
+def put_times(result: dict[str, Any], times: list[dict[str, Any]], commit: str) -> None:
+    """Put comparisons of a commit into a result, and keep those that they replace under ``earlier``."""
+    for line in result["iteration_ms"]:
+        line.setdefault("commit", result["commit"])
+    lines = joined([*result["iteration_ms"], *(line | {"commit": commit} for line in times)])
+    new = {case_of(line) for line in times}
+    replaced: dict[str, list[dict[str, Any]]] = {}
+    result["iteration_ms"] = []
+    for line in sorted(lines, key=_place):
+        of = line.pop("commit")
+        if of == commit:
+            result["iteration_ms"].append(line)
+        elif case_of(line) in new:
+            replaced.setdefault(of, []).append(line)
+        else:
+            result["iteration_ms"].append(line | {"commit": of})
+    again = [{"commit": of, "note": "measured again since", "iteration_ms": old} for of, old in replaced.items()]
+    result["earlier"] = again + result.get("earlier", [])
+    result["commit"] = commit
+
+
+def _place(line: dict[str, Any]) -> tuple[Any, ...]:
+    """By shape, head, K and batch size; then what had a setting, and what some behaviours, in the order they came in."""
+    if "without" in line:
+        return (2,)
+    return ("setting" in line, line["shape"], line["method"], -line["k"], line["batch"])
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version")
-    parser.add_argument("--reports", type=Path, nargs="+", required=True)
-    parser.add_argument("--times", type=Path, required=True)
+    parser.add_argument("--reports", type=Path, nargs="+", default=[])
+    parser.add_argument("--times", type=Path, nargs="+", default=[])
     parser.add_argument("--date", required=True)
     parser.add_argument("--command", action="append", required=True, help="what was run, as often as needed")
     parser.add_argument("--commit", required=True, help="of the code that ran")
-    parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="NAME=VERSION")
+    parser.add_argument("--versions", nargs="+", metavar="NAME=VERSION")
     parser.add_argument("--note", action="append", default=[])
     options = parser.parse_args()
     target = RESULTS / f"h200-vllm-{options.version}.json"
-    earlier = json.loads(target.read_text()).get("earlier", []) if target.exists() else []
-    result = {
-        "vllm": options.version,
-        "where": "H200",
-        "date": options.date,
-        "commit": options.commit,
-        "command": options.command,
-        "versions": dict(one.split("=", 1) for one in options.versions),
-        **read_reports(options.reports),
-        "iteration_ms": read_times(options.times, options.version),
-        "notes": options.note,
-        "earlier": earlier,
+    known = json.loads(target.read_text()) if target.exists() else {}
+    if not (known or options.reports):
+        parser.error(f"{target.name} does not exist yet, and begins with tests; give --reports.")
+    versions = dict(one.split("=", 1) for one in options.versions or VERSIONS)
+    empty: dict[str, Any] = {
+        **{"vllm": options.version, "where": "H200", "date": options.date, "commit": options.commit},
+        **{"command": [], "versions": versions, "tests": {}, "families": {}, "draft_metadata": {}},
+        **{"iteration_ms": [], "notes": [], "earlier": []},
     }
+    result = empty | known | {"date": options.date} | (read_reports(options.reports) if options.reports else {})
+    if options.versions:
+        result["versions"] = versions
+    result["command"] += [f"at {options.commit}: {command}" for command in options.command]
+    result["notes"] += options.note
+    put_times(result, read_times(options.times, options.version), options.commit)
     target.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{target.name}: {result['tests']}")
 

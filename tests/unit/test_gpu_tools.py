@@ -8,6 +8,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import tarfile
 import threading
 import time
@@ -15,6 +16,7 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ci_scripts import CI, ci_module
@@ -276,11 +278,51 @@ def test_pairs_of_one_case_are_one_result(tmp_path: Path) -> None:
     other = {"stock": 8.1, "eagle_mrv2": 1.0, "ratio": 8.0, "quartiles": [4.0, 9.0], "rounds": 7}
     lines = [case | pair, case | {"setting": "FlashInfer"} | pair, case | other, case | {"vllm": "0.33.0"} | other]
     times.write_text("\n".join(["a log", *map(json.dumps, lines)]))
-    joined, alone = ci_module("gpu_result").read_times(times, "0.26.0")
+    joined, alone = ci_module("gpu_result").read_times([times], "0.26.0")
     del case["vllm"]
     measured = {"stock": [2.0, 8.1], "eagle_mrv2": [1.0, 1.0], "ratio": 4.0, "quartiles": [2.0, 6.0], "rounds": 18}
     assert joined == case | measured
     assert alone == case | {"setting": "FlashInfer"} | pair | {"stock": [2.0], "eagle_mrv2": [1.0]}
+
+
+def test_what_was_measured_again_moves_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_result = ci_module("gpu_result")
+    monkeypatch.setattr(gpu_result, "RESULTS", tmp_path)
+    report, times = tmp_path / "tests.xml", tmp_path / "times.jsonl"
+    report.write_text('<testsuites><testsuite><testcase classname="gpu" name="a"/></testsuite></testsuites>')
+
+    def put(commit: str, ratios: dict[int, float], *further: str) -> Any:
+        case = {"vllm": "0.26.0", "shape": "1b", "method": "eagle", "batch": 1, "rounds": 3}
+        times.write_text(
+            "\n".join(
+                json.dumps(case | {"k": k, "stock": ratio, "eagle_mrv2": 1.0, "ratio": ratio, "quartiles": [1, ratio]})
+                for k, ratio in ratios.items()
+            )
+        )
+        command = f"- 0.26.0 --times {times} --date 2026-11-23 --commit {commit} --command pairs"
+        monkeypatch.setattr(sys, "argv", [*command.split(), *further])
+        gpu_result.main()
+        return json.loads((tmp_path / "h200-vllm-0.26.0.json").read_text())
+
+    with pytest.raises(SystemExit):  # nothing to add to
+        put("a", {3: 2.0})
+    put("a", {3: 2.0, 7: 4.0}, "--reports", str(report), "--note", "once")
+    put("b", {1: 1.0, 3: 8.0})
+    result = put("b", {3: 1.0})
+    assert [(line["k"], line["ratio"], line.get("commit")) for line in result["iteration_ms"]] == [
+        (7, 4.0, "a"),
+        (3, 2.8284, None),  # two pairs of one commit
+        (1, 1.0, None),
+    ]
+    assert result["iteration_ms"][1] | {"stock": [8.0, 1.0], "rounds": 6} == result["iteration_ms"][1]
+    old = [(each["commit"], [line["ratio"] for line in each["iteration_ms"]]) for each in result["earlier"]]
+    assert old == [("a", [2.0])]
+    assert result["tests"] == {"passed": 1, "failed": 0, "skipped": 0}
+    assert (result["commit"], result["notes"], result["command"]) == (
+        "b",
+        ["once"],
+        ["at a: pairs", "at b: pairs", "at b: pairs"],
+    )
 
 
 def test_the_last_report_of_a_test_counts(tmp_path: Path) -> None:
