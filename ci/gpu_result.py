@@ -125,7 +125,7 @@ def put_times(result: dict[str, Any], times: list[dict[str, Any]], commit: str) 
 
 
 def _place(line: dict[str, Any]) -> tuple[Any, ...]:
-    """By shape, head, K and batch size; then what had a setting, and what some behaviours, in the order they came in."""
+    """By shape, head, K and batch size; then what had a setting; then what lacked behaviours, as it came."""
     if "without" in line:
         return (2,)
     return ("setting" in line, line["shape"], line["method"], -line["k"], line["batch"])
