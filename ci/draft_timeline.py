@@ -7,21 +7,26 @@ Runs one engine of the given method in this process, with random weights, and pr
 activities alone, which leaves the host as fast as it is.  A marker kernel before and after ``propose`` bounds the draft
 phase.  The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's start to
 the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's start to
-the next, and ``iteration_busy_us`` what kernels run in it.  ``compiled_s`` has the Triton kernels whose compilation the
-start of the engine waited for, in seconds.
+the next, and ``iteration_busy_us`` what kernels run in it.  ``host_us`` is what the host takes for an iteration, without
+a profiler: the runner's two halves, and ``propose``, which is in the second; ``host_functions_us`` the functions that it
+is longest in, by themselves and under Python's profiler, which makes them all slower.  ``compiled_s`` has the Triton
+kernels whose compilation the start of the engine waited for, in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import importlib
 import json
 import os
+import pstats
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +40,7 @@ from vllm_eagle_mrv2.method import METHOD
 
 MARKER = "spin_kernel"
 NAME_LENGTH = 100
+MOST = 60  # functions of the host
 
 
 class Event(NamedTuple):
@@ -143,6 +149,56 @@ def record_compilations(into: dict[str, float]) -> None:
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = begins, ends
 
 
+def timed(owner: Any, name: str) -> list[float]:
+    """Have every call of a method noted, in seconds."""
+    method = getattr(owner, name)
+    times: list[float] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = method(*args, **kwargs)
+        times.append(time.perf_counter() - began)
+        return result
+
+    setattr(owner, name, call)
+    return times
+
+
+def host_times(runner: Any, generate: Callable[[], Any]) -> dict[str, Any]:
+    """What the host does in an iteration, in microseconds: medians, and the functions that take most."""
+    parts = {"execute_model": runner, "sample_tokens": runner, "propose": runner.speculator}
+    times = {name: timed(owner, name) for name, owner in parts.items()}
+    generate()
+    host = {name: round(statistics.median(each) * 1e6, 1) for name, each in times.items()}
+    before = len(times["execute_model"])
+    with cProfile.Profile() as profile:
+        generate()
+    iterations = len(times["execute_model"]) - before
+    for name, owner in parts.items():
+        delattr(owner, name)  # what is below is the method
+    own = {
+        f"{'/'.join(Path(file).parts[-2:])}:{line} {name}": round(own * 1e6 / iterations, 1)
+        for (file, line, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+    }
+    most = sorted(own.items(), key=lambda item: -item[1])[:MOST]
+    return {"host_us": host, "host_functions_us": dict(most)}
+
+
+def mark_phases(speculator: Any) -> None:
+    """Put a marker kernel before and after each draft phase."""
+    import torch
+
+    propose = speculator.propose
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda._sleep(1)
+        drafts = propose(*args, **kwargs)
+        torch.cuda._sleep(1)
+        return drafts
+
+    speculator.propose = marked
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Start the engine, and profile it."""
     method = options.family if options.method == "stock" else f"{METHOD}:{options.family}"
@@ -167,21 +223,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["start_s"] = round(time.perf_counter() - began, 2)
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-    propose = runner.speculator.propose
-
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda._sleep(1)
-        drafts = propose(*args, **kwargs)
-        torch.cuda._sleep(1)
-        return drafts
-
     params = vllm.SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False)
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in job.prompts[: options.batch]]
-    runner.speculator.propose = marked
-    with turn(options.together):
+
+    def generate() -> None:
         llm.generate(prompts, params, use_tqdm=False)
+
+    with turn(options.together):
+        generate()
+        found |= host_times(runner, generate)
+        mark_phases(runner.speculator)
+        generate()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            llm.generate(prompts, params, use_tqdm=False)
+            generate()
             torch.cuda.synchronize()
     recorded: Any = profile.profiler
     events = sorted(

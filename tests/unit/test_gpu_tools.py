@@ -218,6 +218,38 @@ def test_a_line_says_that_the_vocabulary_was_trimmed(draft_vocab: int | None, se
     assert ab_time.line_of(row, options, "0.26.0").get("setting") == setting
 
 
+def test_what_the_host_does_in_an_iteration() -> None:
+    class Speculator:
+        def propose(self) -> None:
+            time.sleep(0.002)
+
+    class Runner:
+        speculator = Speculator()
+
+        def execute_model(self) -> None:
+            time.sleep(0.001)
+
+        def sample_tokens(self) -> None:
+            self.speculator.propose()
+
+    runner = Runner()
+
+    def generate() -> None:
+        for _ in range(3):
+            runner.execute_model()
+            runner.sample_tokens()
+
+    found = ci_module("draft_timeline").host_times(runner, generate)
+    host, functions = found["host_us"], found["host_functions_us"]
+    assert host["execute_model"] >= 1000
+    assert 2000 <= host["propose"] <= host["sample_tokens"]
+    slowest, us = next(iter(functions.items()))
+    assert "sleep" in slowest
+    assert us >= 3000  # of one iteration, asleep in both
+    assert not vars(runner)
+    assert not vars(runner.speculator)
+
+
 def test_what_a_timeline_says() -> None:
     timeline = ci_module("draft_timeline")
     events = []
