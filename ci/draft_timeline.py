@@ -4,13 +4,13 @@
     python3 ci/draft_timeline.py eagle_mrv2 --shape 1b --steps 7 --batch 1
 
 Runs one engine of the given method in this process, with random weights, and profiles greedy decode with CUDA
-activities alone, which leaves the host as fast as it is.  A marker kernel before and after ``propose`` bounds the draft
-phase.  The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's start to
-the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's start to
-the next, and ``iteration_busy_us`` what kernels run in it.  ``host_us`` is what the host takes for an iteration, without
-a profiler: the runner's two halves, and ``propose``, which is in the second; ``host_functions_us`` the functions that it
-is longest in, by themselves and under Python's profiler, which makes them all slower.  ``compiled_s`` has the Triton
-kernels whose compilation the start of the engine waited for, in seconds.
+activities alone, which leaves the host as fast as it is. A marker kernel before and after ``propose`` bounds the
+draft phase. The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's
+start to the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's
+start to the next, and ``iteration_busy_us`` what kernels run in it.  ``host_us`` is what the host takes for an
+iteration, without a profiler: the runner's two halves, and ``propose``, which is in the second; ``host_functions_us``
+the functions that it is longest in, by themselves and under Python's profiler, which makes them all slower.
+``compiled_s`` has the Triton kernels whose compilation the start of the engine waited for, in seconds.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@
 #     [alone] [older] ['older_8b [K...]']
 #
 # all but the last two where none is named, and in the order that they are named in, several times if so. starts: what
-# engines take that start alone, their caches empty. pairs_0_20: stock and ours in turn, in the cases of 0.20.2 that have
-# a target. pairs: in those of other releases; that on FlashInfer where the site of 0.26.0 brings it (ci/gpu_pack.py
-# --with 0.26.0:...). timelines: where the time of draft phases goes, and the host's. tests: tests/gpu on four releases, the kernels'
-# tests and compute-sanitizer, and two ranks where there are two GPUs. more: pairs of 0.26.0 in further cases. alone:
-# what single behaviours gain. older, older_8b: what 0.20.2 and 0.22.1 gain at other K and batch sizes.
+# engines take that start alone, their caches empty. pairs_0_20: stock and ours in turn, in the cases of 0.20.2 that
+# have a target. pairs: in those of other releases; that on FlashInfer where the site of 0.26.0 brings it
+# (ci/gpu_pack.py --with 0.26.0:...). timelines: where the time of draft phases goes, and the host's. tests: tests/gpu
+# on four releases, the kernels' tests and compute-sanitizer, and two ranks where there are two GPUs. more: pairs of
+# 0.26.0 in further cases. alone: what single behaviours gain. older, older_8b: what 0.20.2 and 0.22.1 gain at other K
+# and batch sizes.
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 (($#)) || set -- starts pairs_0_20 pairs timelines tests more alone
