@@ -79,7 +79,8 @@ tests() { # job, folder, arguments
 in_turn() { # script, job, folder, arguments
   local script=$1 job=$2 folder=$3
   shift 3
-  # Four cores for each comparison from its start, so that the memory of both engines lies where they are measured.
+  # Four cores for each comparison from its start, so that the memory of both engines lies where they are measured; all
+  # for one that is alone: FlashInfer compiles.
   on "$job" taskset -c "${slices[started % ${#slices[@]}]}" "$python" "$script" \
     --together "$participants" "$work/turns" "$@" >"$folder/$what.jsonl" 2>"$folder/log"
 }
@@ -98,8 +99,11 @@ cp -r vllm_eagle_mrv2 ci pyproject.toml setup.py README.md LICENSE "$work/source
 mapfile -t cores < <(
   taskset -cp $$ | sed 's/.*: //' | tr , '\n' | while IFS=- read -r first last; do seq "$first" "${last:-$first}"; done
 )
-slices=()
-for ((i = 0; i == 0 || i + 4 <= ${#cores[@]}; i += 4)); do slices+=("$(IFS=,; printf '%s' "${cores[*]:i:4}")"); done
+slices=() size=4
+((${#jobs[@]} > 1)) || size=${#cores[@]}
+for ((i = 0; i == 0 || i + size <= ${#cores[@]}; i += size)); do
+  slices+=("$(IFS=,; printf '%s' "${cores[*]:i:size}")")
+done
 declare -A process
 started=0 failed=0 participants=${#jobs[@]}
 if [[ -n ${EAGLE_MRV2_HOLD:-} ]]; then

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_20] [pairs] ['timelines [RELEASE...]'] [tests] [more] \
-#     [alone] [older] ['older_8b [K...]']
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_20] [pairs] [pairs_0_33] [pairs_flashinfer] \
+#     ['timelines [RELEASE...]'] [tests] [more] [alone] [older] ['older_8b [K...]']
 #
 # all but the last two where none is named, and in the order that they are named in, several times if so. starts: what
-# engines take that start alone, their caches empty. pairs_0_20: stock and ours in turn, in the cases of 0.20.2 that
-# have a target. pairs: in those of other releases; that on FlashInfer where the site of 0.26.0 brings it
-# (ci/gpu_pack.py --with 0.26.0:...). timelines: where the time of draft phases goes, and the host's. tests: tests/gpu
-# on four releases, the kernels' tests and compute-sanitizer, and two ranks where there are two GPUs. more: pairs of
-# 0.26.0 in further cases. alone: what single behaviours gain. older, older_8b: what 0.20.2 and 0.22.1 gain at other K
-# and batch sizes.
+# engines take that start alone, their caches empty. pairs_0_20, pairs, pairs_0_33, pairs_flashinfer: stock and ours
+# in turn, in the cases that have a target, on 0.20.2, on 0.22.1 and 0.26.0, on 0.33.0, and with FlashInfer, where the
+# site of 0.26.0 brings it (ci/gpu_pack.py --with 0.26.0:...). timelines: where the time of draft phases goes, and the
+# host's. tests: tests/gpu on four releases, the kernels' tests and compute-sanitizer, and two ranks where there are
+# two GPUs. more: pairs of 0.26.0 in further cases. alone: what single behaviours gain. older, older_8b: what 0.20.2
+# and 0.22.1 gain at other K and batch sizes.
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-(($#)) || set -- starts pairs_0_20 pairs timelines tests more alone
+(($#)) || set -- starts pairs_0_20 pairs pairs_0_33 pairs_flashinfer timelines tests more alone
 say() { printf '[%(%T)T] %s\n' -1 "$*"; }
 gpus=$(nvidia-smi -L | wc -l) cores=$(nproc)
 memory=(--engine '{"kv_cache_memory_bytes":1073741824}')
@@ -47,7 +47,7 @@ beside() {
   } &
   running+=($!)
 }
-all_ended() { wait "${running[@]}"; running=() begun_on=; }
+all_ended() { ((${#running[@]} == 0)) || wait "${running[@]}"; running=() begun_on=; }
 
 starts() {
   local four=('0.26.0 '{'stock','eagle_mrv2'}{,' --batch 32'})
@@ -75,13 +75,23 @@ pairs_0_20() {
 }
 
 pairs() {
-  local of_8b flashinfer=()
+  local of_8b
   mapfile -t of_8b < <(several 2 "0.22.1 $eagle3")
-  ! has_flashinfer || flashinfer=("$on_flashinfer")
   beside 0 pairs-1b 500 times '0.26.0 --steps '{1,3,7}' --batch 1 8 32' '0.26.0 --steps 7 --draft-vocab 32768' \
-    '0.22.1 --steps 3' '0.22.1 --steps 7 --batch 1 32' '0.33.0 --steps 3 --rounds 41' '0.33.0 --steps 7 --batch 1 32' \
-    -- "${in_turn[@]}"
-  beside 1 pairs-8b 400 times "${of_8b[@]}" "0.26.0 $eagle3" "${flashinfer[@]}" -- "${in_turn[@]}" --rounds 11
+    '0.22.1 --steps 3' '0.22.1 --steps 7 --batch 1 32' -- "${in_turn[@]}"
+  beside 1 pairs-8b 400 times "${of_8b[@]}" "0.26.0 $eagle3" -- "${in_turn[@]}" --rounds 11
+  all_ended
+}
+
+pairs_0_33() { # the host decides at K=3
+  local steps_3
+  mapfile -t steps_3 < <(several 4 '0.33.0 --steps 3 --rounds 41')
+  beside 0 pairs-0.33 500 times "${steps_3[@]}" '0.33.0 --steps 7 --batch 1 32' -- "${in_turn[@]}"
+  all_ended
+}
+
+pairs_flashinfer() {
+  ! has_flashinfer || beside 0 pairs-flashinfer 300 times "$on_flashinfer" -- "${in_turn[@]}" --rounds 11
   all_ended
 }
 
@@ -89,7 +99,7 @@ timelines() {
   local release gpu=0 of
   (($#)) || set -- 0.20.2 0.26.0
   for release; do
-    of=("$release "{stock,eagle_mrv2}{' --steps 7',' --steps 7 --batch 32'," $eagle3"})
+    of=("$release "{stock,eagle_mrv2}{' --steps 3',' --steps 7',' --steps 7 --batch 32'," $eagle3"})
     beside $((gpu++)) "timelines-$release" 300 timelines "${of[@]}" -- "${memory[@]}"
   done
   all_ended

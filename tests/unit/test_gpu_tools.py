@@ -372,7 +372,15 @@ def test_the_last_report_of_a_test_counts(tmp_path: Path) -> None:
     assert read(reports[:1])["tests"] == {"passed": 1, "failed": 1, "skipped": 0}
 
 
-def test_each_comparison_has_cores_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "cores"),
+    [
+        # Two slices of nine cores; the third comparison shares with the first, as one is measured at a time.
+        ([1, 3, 7], ["0,1,4,8", "0,1,4,8", "9,10,11,12"]),
+        ([3], ["0,1,4,8,9,10,11,12,13"]),
+    ],
+)
+def test_each_comparison_has_cores_of_its_own(tmp_path: Path, steps: list[int], cores: list[str]) -> None:
     given = tmp_path / "given"
     taskset = tmp_path / "taskset"
     taskset.write_text(
@@ -381,8 +389,7 @@ def test_each_comparison_has_cores_of_its_own(tmp_path: Path) -> None:
         'echo "pid 1\'s current affinity list: 0-1,4,8-13"\n'
     )
     taskset.chmod(0o755)
-    jobs = [f"0.26.0 --steps {k}" for k in (1, 3, 7)]
+    jobs = [f"0.26.0 --steps {k}" for k in steps]
     run = machine_with(tmp_path, ":", *jobs, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert run.wait(30) == 0
-    # Two slices of nine cores; the third comparison shares with the first, as one is measured at a time.
-    assert sorted(given.read_text().split()) == ["0,1,4,8", "0,1,4,8", "9,10,11,12"]
+    assert sorted(given.read_text().split()) == cores
