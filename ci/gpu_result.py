@@ -76,7 +76,7 @@ def read_times(files: list[Path], release: str) -> list[dict[str, Any]]:
 
 
 def case_of(line: dict[str, Any]) -> str:
-    """What was compared, on which code."""
+    """What a line compares, and on which code if it says so."""
     return json.dumps({key: value for key, value in line.items() if key not in MEASURED}, sort_keys=True)
 
 
@@ -149,9 +149,18 @@ def main() -> None:
         parser.error(f"{target.name} does not exist yet, and begins with tests; give --reports.")
     versions = dict(one.split("=", 1) for one in options.versions or VERSIONS)
     empty: dict[str, Any] = {
-        **{"vllm": options.version, "where": "H200", "date": options.date, "commit": options.commit},
-        **{"command": [], "versions": versions, "tests": {}, "families": {}, "draft_metadata": {}},
-        **{"iteration_ms": [], "notes": [], "earlier": []},
+        "vllm": options.version,
+        "where": "H200",
+        "date": options.date,
+        "commit": options.commit,
+        "command": [],
+        "versions": versions,
+        "tests": {},
+        "families": {},
+        "draft_metadata": {},
+        "iteration_ms": [],
+        "notes": [],
+        "earlier": [],
     }
     result = empty | known | {"date": options.date} | (read_reports(options.reports) if options.reports else {})
     if options.versions:
