@@ -7,15 +7,18 @@ Runs one engine of the given method in this process, with random weights, and pr
 activities alone, which leaves the host as fast as it is. A marker kernel before and after ``propose`` bounds the
 draft phase. The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's
 start to the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's
-start to the next, and ``iteration_busy_us`` what kernels run in it.  ``host_us`` is what the host takes for an
-iteration, without a profiler: the runner's two halves, and ``propose``, which is in the second; ``host_functions_us``
-the functions that it is longest in, by themselves and under Python's profiler, which makes them all slower.
-``compiled_s`` has the Triton kernels whose compilation the start of the engine waited for, in seconds.
+start to the next, ``iteration_busy_us`` what kernels run in it, and ``iteration_gaps_us`` the longest times in which
+none does, with the kernels before and after.  ``host_us`` is what the host takes for an iteration, without a profiler:
+the runner's two halves, ``propose``, which is in the second, and ``get_output``, in which it waits for the GPU;
+``host_functions_us`` the functions that it is longest in, by themselves and under Python's profiler, which makes them
+all slower. ``compiled_s`` has the Triton kernels whose compilation the start of the engine waited for, in
+seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import importlib
 import json
@@ -26,10 +29,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from ab_time import arrive, turn
 
@@ -60,6 +64,15 @@ def busy(events: list[Event]) -> int:
     return total
 
 
+def gaps(events: list[Event]) -> Iterator[tuple[float, str, str]]:
+    """Microseconds in which none of the events runs, with the names of the one before and the one after."""
+    last = events[0]
+    for event in events:
+        if event.start > last.end:
+            yield (event.start - last.end) / 1e3, last.name[:NAME_LENGTH], event.name[:NAME_LENGTH]
+        last = max(last, event, key=lambda one: one.end)
+
+
 def phases_of(events: list[Event]) -> list[list[Event]]:
     """What ran between the two markers of each draft phase."""
     phases: list[list[Event]] = []
@@ -80,6 +93,8 @@ def summary(events: list[Event]) -> dict[str, Any]:
     spans = [phase[-1].end - phase[0].start for phase in phases]
     working = [busy(phase) for phase in phases]
     example = phases[len(phases) // 2]
+    before = phases[len(phases) // 2 - 1]
+    iteration = [event for event in events if before[0].start <= event.start <= example[0].start]
     kernels: dict[str, list[int]] = {}
     for event in example:
         kernels.setdefault(event.name[:NAME_LENGTH], []).append(event.end - event.start)
@@ -94,6 +109,7 @@ def summary(events: list[Event]) -> dict[str, Any]:
         "busy_us": statistics.median(working) / 1e3,
         "idle_share": round(1 - statistics.median(b / s for b, s in zip(working, spans, strict=True)), 4),
         "largest_gaps_us": sorted((round((b.start - a.end) / 1e3, 1) for a, b in pairwise(example)), reverse=True)[:5],
+        "iteration_gaps_us": sorted(gaps(iteration), reverse=True)[:8],
         "launches": len(example),
         "sequence": [
             [round((b.start - a.end) / 1e3, 1), round((b.end - b.start) / 1e3, 1), b.name[:NAME_LENGTH]]
@@ -149,38 +165,43 @@ def record_compilations(into: dict[str, float]) -> None:
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = begins, ends
 
 
-def timed(owner: Any, name: str) -> list[float]:
-    """Have every call of a method noted, in seconds."""
+@contextlib.contextmanager
+def timed(owner: Any, name: str) -> Iterator[list[tuple[float, float]]]:
+    """Have every call of a method noted: when it began and when it ended, in seconds."""
     method = getattr(owner, name)
-    times: list[float] = []
+    calls: list[tuple[float, float]] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         result = method(*args, **kwargs)
-        times.append(time.perf_counter() - began)
+        calls.append((began, time.perf_counter()))
         return result
 
-    setattr(owner, name, call)
-    return times
+    with mock.patch.object(owner, name, call):
+        yield calls
 
 
-def host_times(runner: Any, generate: Callable[[], Any]) -> dict[str, Any]:
-    """What the host does in an iteration, in microseconds: medians, and the functions that take most."""
-    parts = {"execute_model": runner, "sample_tokens": runner, "propose": runner.speculator}
-    times = {name: timed(owner, name) for name, owner in parts.items()}
-    generate()
-    host = {name: round(statistics.median(each) * 1e6, 1) for name, each in times.items()}
-    before = len(times["execute_model"])
+def host_times(runner: Any, output: Any, generate: Callable[[], Any]) -> dict[str, Any]:
+    """What the host does in an iteration, in microseconds: medians, and the functions that take most.
+
+    Args:
+        output: the class of what the runner's second half returns.
+    """
+    parts = {"execute_model": runner, "sample_tokens": runner, "propose": runner.speculator, "get_output": output}
+    with contextlib.ExitStack() as stack:
+        calls = {name: stack.enter_context(timed(owner, name)) for name, owner in parts.items()}
+        generate()
+    lasts = {name: [ended - began for began, ended in each] for name, each in calls.items()}
+    begins = [began for began, _ in calls["execute_model"]]
+    lasts["iteration"] = [b - a for a, b in pairwise(begins)]
     with cProfile.Profile() as profile:
         generate()
-    iterations = len(times["execute_model"]) - before
-    for name, owner in parts.items():
-        delattr(owner, name)  # what is below is the method
     own = {
-        f"{'/'.join(Path(file).parts[-2:])}:{line} {name}": round(own * 1e6 / iterations, 1)
+        f"{'/'.join(Path(file).parts[-2:])}:{line} {name}": round(own * 1e6 / len(begins), 1)
         for (file, line, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
     }
     most = sorted(own.items(), key=lambda item: -item[1])[:MOST]
+    host = {name: round(statistics.median(each) * 1e6, 1) for name, each in lasts.items()}
     return {"host_us": host, "host_functions_us": dict(most)}
 
 
@@ -223,6 +244,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["start_s"] = round(time.perf_counter() - began, 2)
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    async_utils: Any = importlib.import_module("vllm.v1.worker.gpu.async_utils")
     params = vllm.SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False)
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in job.prompts[: options.batch]]
 
@@ -231,7 +253,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     with turn(options.together):
         generate()
-        found |= host_times(runner, generate)
+        found |= host_times(runner, async_utils.AsyncOutput, generate)
         mark_phases(runner.speculator)
         generate()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

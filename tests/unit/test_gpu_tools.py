@@ -232,22 +232,31 @@ def test_what_the_host_does_in_an_iteration() -> None:
         def sample_tokens(self) -> None:
             self.speculator.propose()
 
+    class Output:
+        def get_output(self) -> None:
+            time.sleep(0.001)
+
     runner = Runner()
+    get_output = Output.get_output
 
     def generate() -> None:
         for _ in range(3):
             runner.execute_model()
             runner.sample_tokens()
+            Output().get_output()
 
-    found = ci_module("draft_timeline").host_times(runner, generate)
+    found = ci_module("draft_timeline").host_times(runner, Output, generate)
     host, functions = found["host_us"], found["host_functions_us"]
     assert host["execute_model"] >= 1000
     assert 2000 <= host["propose"] <= host["sample_tokens"]
     slowest, us = next(iter(functions.items()))
     assert "sleep" in slowest
-    assert us >= 3000  # of one iteration, asleep in both
+    assert us >= 4000  # of one iteration, asleep in all three
+    assert host["get_output"] >= 1000
+    assert host["iteration"] >= 4000
     assert not vars(runner)
     assert not vars(runner.speculator)
+    assert Output.get_output is get_output
 
 
 def test_what_a_timeline_says() -> None:
@@ -270,6 +279,7 @@ def test_what_a_timeline_says() -> None:
     assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
     assert found["kernels"] == {"draft": {"count": 2, "us": 160.0}, "overlapping": {"count": 1, "us": 30.0}}
     assert found["largest_gaps_us"] == [20.0, -10.0]
+    assert found["iteration_gaps_us"][:2] == [(269.0, "spin_kernel(long)", "verify"), (20.0, "overlapping", "draft")]
 
 
 def test_what_a_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
