@@ -69,6 +69,7 @@ class BatchQueue:
         self._types = [_TENSORS[name] for name in names[1:]]
         self._unused = (0,) * (FIELDS - 2 - len(names))
         self._written = 0
+        self._depth = depth
         # Views of the same memory: an element of a tensor costs the host a microsecond.
         self._bytes = memoryview(self.slots.numpy()).cast("B")
         self._seen = self.seen.view(1).numpy()
@@ -82,7 +83,7 @@ class BatchQueue:
         Raises:
             EagleMRV2Error: a tensor is missing, or not of the type that the kernel reads.
         """
-        depth = len(self.slots)
+        depth = self._depth
         while self._written - int(self._seen[0]) >= depth:
             time.sleep(1e-5)
         fields = _EMPTY if batch.dummy_run else self._fields(batch)

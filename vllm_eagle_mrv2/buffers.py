@@ -65,7 +65,7 @@ class TargetStates:
         return TargetStates(self.last[:num_tokens], [each[:num_tokens] for each in self.aux])
 
 
-@dataclass
+@dataclass(slots=True)
 class DraftBatch:
     """One batch to draft for; from here on no line knows which vLLM it runs on."""
 

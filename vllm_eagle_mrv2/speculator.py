@@ -45,11 +45,8 @@ class DraftHost(Protocol):
     def decodes_fused(self, run: GraphRun) -> bool:
         """Whether all draft decodes run in one go, their metadata refreshed on the device."""
 
-    has_phase_graphs: bool
-    """Whether there are graphs of whole draft phases."""
-
-    def holds_draft_phase(self, run: GraphRun) -> bool:
-        """Whether a graph of a draft prefill is one of the whole draft phase, from its inputs to all draft decodes."""
+    def phase_run(self, batch: DraftBatch) -> GraphRun | None:
+        """The graph of the whole draft phase, from its inputs to all draft decodes; None where a batch has none."""
 
     target_outputs: TargetStates | None
     """Where the target's FULL graphs leave their output, if those of draft prefills begin with taking it from there."""
@@ -162,6 +159,7 @@ class DraftLoop:
         }
         self._reuse_target_metadata = on(Behaviour.TARGET_METADATA_REUSE)
         self._actual_max_seq_len = on(Behaviour.ACTUAL_MAX_SEQ_LEN)
+        self._drafts: dict[int, torch.Tensor] = {}  # views of the draft tokens, by number of requests
 
     def propose(self, batch: DraftBatch) -> torch.Tensor:
         """Draft for a batch.
@@ -170,18 +168,23 @@ class DraftLoop:
             [num_reqs, K] int64, a view of the persistent ``draft_tokens``; only the first
             ``batch.num_draft_tokens`` columns are of this call.
         """
-        host = self.host
-        # Whose graph may bring the inputs by itself; there is none under prefill context parallelism, where it takes
-        # the inputs to know of how many tokens they are.
-        run = host.dispatch_prefill(batch, batch.num_tokens, batch.num_tokens_padded) if host.has_phase_graphs else None
-        if run is not None and host.holds_draft_phase(run):
+        run = self.host.phase_run(batch)
+        if run is not None:
             self._replay_phase(batch, run)
         else:
-            host.draft_max_seq_len = self._max_seq_len(batch)
-            self._run_prefill(batch, run)
-            if batch.num_draft_tokens > 1:
-                self._run_decodes(batch)
-        return self.buffers.draft_tokens[: batch.num_reqs]
+            with torch.inference_mode():
+                self._draft(batch)
+        drafts = self._drafts.get(batch.num_reqs)
+        if drafts is None:
+            with torch.inference_mode():
+                drafts = self._drafts[batch.num_reqs] = self.buffers.draft_tokens[: batch.num_reqs]
+        return drafts
+
+    def _draft(self, batch: DraftBatch) -> None:
+        self.host.draft_max_seq_len = self._max_seq_len(batch)
+        self._run_prefill(batch)
+        if batch.num_draft_tokens > 1:
+            self._run_decodes(batch)
 
     def _max_seq_len(self, batch: DraftBatch) -> int:
         limit = self.config.max_model_len
@@ -189,14 +192,13 @@ class DraftLoop:
             return limit
         return draft_max_seq_len(batch.seq_lens_cpu_upper_bound, batch.num_reqs, batch.num_draft_tokens, limit)
 
-    def _prepare_prefill(self, batch: DraftBatch, run: GraphRun | None) -> tuple[GraphRun, int]:
-        """Fill the buffers, and choose how the draft prefill runs if it is not yet chosen, over how many tokens."""
+    def _prepare_prefill(self, batch: DraftBatch) -> tuple[GraphRun, int]:
+        """Fill the buffers, and choose how the draft prefill runs, over how many tokens."""
         host = self.host
         self.queue.put(batch)
         prepare_prefill_inputs(self.buffers, self.queue, batch.num_reqs, **self._inputs)
         num_tokens, num_tokens_padded = host.begin_prefill(batch)
-        if run is None:
-            run = host.dispatch_prefill(batch, num_tokens, num_tokens_padded)
+        run = host.dispatch_prefill(batch, num_tokens, num_tokens_padded)
         self._leave_states(batch, run, num_tokens_padded)
         return run, num_tokens
 
@@ -205,10 +207,12 @@ class DraftLoop:
         if run.full and self.host.target_outputs is not None:
             for output, given in zip(self.host.target_outputs.used, batch.target_states.used, strict=True):
                 if output.data_ptr() != given.data_ptr():  # the target ran without a FULL graph
-                    output[:num_tokens].copy_(given[:num_tokens])
+                    with torch.inference_mode():
+                        output[:num_tokens].copy_(given[:num_tokens])
         else:
             self._take_states(batch.target_states, num_tokens)
 
+    @torch.inference_mode()
     def _take_states(self, states: TargetStates, num_tokens: int) -> None:
         self.buffers.hidden_states[:num_tokens].copy_(self.host.combine(states.rows(num_tokens)))
 
@@ -217,8 +221,8 @@ class DraftLoop:
         self.queue.put(batch)
         self.host.replay_prefill(run)
 
-    def _run_prefill(self, batch: DraftBatch, run: GraphRun | None) -> None:
-        run, num_tokens = self._prepare_prefill(batch, run)
+    def _run_prefill(self, batch: DraftBatch) -> None:
+        run, num_tokens = self._prepare_prefill(batch)
         host = self.host
         attn_metadata, slot_mappings = batch.attn_metadata, batch.slot_mappings
         if not (self._reuse_target_metadata or batch.skip_attn):

@@ -239,9 +239,13 @@ def test_one_graph_for_prefill_and_decodes(
         speculator = speculator_of(llm)
         replayed = draft_phase_graphs(llm)
         dispatched: list[int] = []
-        dispatch = speculator.dispatch_decode
+        dispatch, dispatch_prefill = speculator.dispatch_decode, speculator.dispatch_prefill
         speculator.dispatch_decode = lambda batch: (
             dispatched.append(batch.num_tokens // batch.num_reqs) or dispatch(batch)
+        )
+        prefills: list[tuple[int, int]] = []
+        speculator.dispatch_prefill = lambda batch, *tokens: (
+            prefills.append((batch.num_reqs, batch.num_tokens)) or dispatch_prefill(batch, *tokens)
         )
         acceptance = Acceptance(llm)
         assert greedy(llm, PROMPTS, TOKENS) == plain
@@ -251,6 +255,9 @@ def test_one_graph_for_prefill_and_decodes(
         # Prompts go through a prefill alone, and then through draft decodes.
         assert dispatched
         assert (K + 1 in dispatched) is bool(disable)
+        # Which graph is of a size is asked once.
+        whole = [size for size in prefills if size[1] == size[0] * (K + 1)]
+        assert (len(whole) == len(set(whole))) is not bool(disable)
 
 
 @pytest.mark.parametrize("disable", [[], ["padding_without_logits"]])

@@ -13,6 +13,7 @@ import torch
 from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.options import Options
+from vllm_eagle_mrv2.speculator import GraphRun
 
 pytest.importorskip("vllm.config.compilation")
 
@@ -80,6 +81,7 @@ class Host(StockHost, Stock):
         self.num_speculative_steps, self.device = 3, None  # type: ignore[assignment]
         self._asked_mode, self._target_mode, self._announced, self.filters_drafts = asked, None, True, False
         self.block_tables = SimpleNamespace(num_kv_cache_groups=2, cp_size=1)
+        self._phase_graphs, self._phase_runs = set(), {}
 
     @contextmanager
     def _decode_capture_sizes(self) -> Iterator[None]:
@@ -213,9 +215,51 @@ def test_the_prefill_is_the_whole_phase_of_one_draft_token(
     graph = Descriptor(FULL, num_tokens)
     host.prefill_cudagraph_manager = SimpleNamespace(_capture_descs={FULL: [graph]})
     host._phase_graphs = host._find_phase_graphs()
-    assert host.has_phase_graphs is whole
     assert host._decodes_in_graph_of(graph) is None
     assert host.holds_draft_phase(SimpleNamespace(full=True, descriptor=graph)) is whole
+
+
+class Dispatching(Host):
+    """Has graphs of whole draft phases for one and two requests, and notes what it dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__(BOTH, set(), enforce_eager=False, dp_size=1)
+        self.dispatched: list[int] = []
+        self.prefill_cudagraph_manager = SimpleNamespace(graphs={})  # type: ignore[assignment]
+
+    def graphs_captured(self) -> None:
+        self._phase_graphs = {1, 2}
+        self.prefill_cudagraph_manager.graphs = dict.fromkeys(self._phase_graphs)  # type: ignore[attr-defined]
+
+    def query_len(self, batch: Any, num_tokens: int) -> int | None:
+        return int(batch.query_len)
+
+    def dispatch_prefill(self, batch: Any, num_tokens: int, num_tokens_padded: int) -> GraphRun:
+        self.dispatched.append(batch.num_reqs)
+        full = batch.num_reqs in self.prefill_cudagraph_manager.graphs  # type: ignore[attr-defined]
+        return GraphRun(batch.num_reqs, None, full, num_tokens_padded)
+
+    def graph_of(self, num_reqs: int, query_len: int = 4, eager: bool = False) -> Any:
+        size = {"num_reqs": num_reqs, "num_tokens": 4 * num_reqs, "num_tokens_padded": 4 * num_reqs}
+        run = self.phase_run(SimpleNamespace(**size, query_len=query_len, eager=eager))  # type: ignore[arg-type]
+        return run and run.descriptor
+
+
+def test_the_graph_of_a_batch_is_looked_up_once() -> None:
+    host = Dispatching()
+    assert host.graph_of(1) is None
+    host.graphs_captured()
+    assert [host.graph_of(number) for number in (1, 2, 1, 2, 3)] == [1, 2, 1, 2, None]
+    assert host.graph_of(1, query_len=3) is host.graph_of(1, eager=True) is None
+    assert host.dispatched == [1, 2, 3]
+
+
+def test_graphs_that_were_dropped_are_not_replayed() -> None:
+    host = Dispatching()
+    host.graphs_captured()
+    assert host.graph_of(1) == 1
+    host.prefill_cudagraph_manager.graphs.clear()  # type: ignore[attr-defined]
+    assert host.graph_of(1) is None
 
 
 @pytest.mark.parametrize(
@@ -275,6 +319,8 @@ def test_captures_find_no_batch_and_leave_none() -> None:
     host.decode_cudagraph_manager = None
     queue.slots.fill_(7)
     queue.taken += 1
+    host._phase_runs[1, 2] = "of a graph that was captured before"
     host.capture()
+    assert not host._phase_runs
     assert bring_inputs == [True, False]
     assert not queue.taken

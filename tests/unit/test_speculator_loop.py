@@ -176,13 +176,10 @@ class ToyHost:
         assert run.descriptor == "decode graph"
         return self.refreshes_in_graph and (run.full or not self.fused_in_graphs_only)
 
-    @property
-    def has_phase_graphs(self) -> bool:
-        return self.one_graph and self.full_graphs
-
-    def holds_draft_phase(self, run: GraphRun) -> bool:
-        assert run.descriptor == "prefill graph"
-        return self.one_graph and run.full
+    def phase_run(self, batch: DraftBatch) -> GraphRun | None:
+        if not (self.one_graph and self.full_graphs):
+            return None
+        return GraphRun("phase graph", "mode", True, batch.num_tokens_padded)
 
     def combine(self, states: TargetStates) -> torch.Tensor:
         self.combined.append("in replay" if self.in_replay else "eager")
@@ -485,7 +482,7 @@ def test_one_graph_drafts_what_two_draft(num_draft_tokens: int, sample_offset: i
 def test_one_graph_is_replayed_once_and_asks_nothing_else() -> None:
     host = ToyHost(refreshes_in_graph=True, full_graphs=True, one_graph=True)
     loop_on(host, 4).propose(batch_of(ROWS, 4))
-    assert host.calls[:2] == [("dispatch_prefill", 12, 15), ("replay_prefill", "prefill graph")]
+    assert host.calls[0] == ("replay_prefill", "phase graph")
     assert host.named("forward") == [("in replay",)] * 4
     assert host.named("dispatch_decode") == host.named("replay_decode") == host.named("before_forward") == []
     # In the graph; a model that shares what the prefill found must see them in this order.

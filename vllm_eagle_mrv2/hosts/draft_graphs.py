@@ -11,11 +11,16 @@ from typing import Any
 import torch
 
 from vllm_eagle_mrv2.behaviours import Behaviour
-from vllm_eagle_mrv2.buffers import TargetStates
+from vllm_eagle_mrv2.buffers import DraftBatch, TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, PrefillCapture, decode_mode
 from vllm_eagle_mrv2.method import Request
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.speculator import DraftLoop, GraphRun
+
+
+def longest_query(batch: DraftBatch) -> int:
+    """The most tokens that a request of a batch has; numpy is slow to say so of one."""
+    return batch.num_tokens if batch.num_reqs == 1 else int(batch.source.num_scheduled_tokens.max())
 
 
 class DraftGraphs:
@@ -54,6 +59,8 @@ class DraftGraphs:
         self._target_mode: Any = None  # what it then is
         self._phase_graphs: set[Any] = set()
         """Descriptors of the draft prefill graphs that hold the whole draft phase."""
+        self._phase_runs: dict[tuple[int, int], GraphRun] = {}
+        """Them as they were dispatched to, by a batch's requests and padded tokens."""
         self._announced = False
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
 
@@ -152,12 +159,31 @@ class DraftGraphs:
         balanced = self.vllm_config.parallel_config.enable_eplb
         return self.refreshes_in_graph and self.dp_size == 1 and not balanced
 
-    @property
-    def has_phase_graphs(self) -> bool:
-        return bool(self._phase_graphs)
+    def phase_run(self, batch: DraftBatch) -> GraphRun | None:
+        """The graph of a batch's whole draft phase, of which there are only where dispatch is a rank's own affair."""
+        uniform = self.num_speculative_steps + 1
+        if not self._phase_graphs or batch.eager or self.query_len(batch, batch.num_tokens) != uniform:
+            return None
+        size = (batch.num_reqs, batch.num_tokens_padded)
+        run = self._phase_runs.get(size)
+        if run is None or not self.prefill_cudagraph_manager.graphs:  # vLLM may have dropped them
+            run = self.dispatch_prefill(batch, batch.num_tokens, batch.num_tokens_padded)
+            if not self.holds_draft_phase(run):
+                return None
+            self._phase_runs[size] = run
+        return run
 
     def holds_draft_phase(self, run: GraphRun) -> bool:
+        """Whether a graph of a draft prefill is one of the whole draft phase."""
         return run.full and run.descriptor in self._phase_graphs
+
+    def query_len(self, batch: DraftBatch, num_tokens: int) -> int | None:
+        """Tokens of each request of a batch of decodes alone, where all have as many."""
+        raise NotImplementedError
+
+    def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
+        """Choose the graph of a draft prefill; agrees across data-parallel ranks."""
+        raise NotImplementedError
 
     def capture(self) -> None:
         """Capture the draft's graphs; every pass gets fresh dummy inputs."""
@@ -176,6 +202,7 @@ class DraftGraphs:
         buffers = self.target_input_buffers if reuse_target else self.input_buffers
         groups = self.target_attn_groups if reuse_target else self.attn_groups
         self._phase_graphs = self._find_phase_graphs()
+        self._phase_runs.clear()
         self.loop.queue.clear()  # passes to warm up find no batch
         self.target_outputs = self._find_target_outputs()
         stock: Any = self

@@ -22,6 +22,7 @@ from vllm_eagle_mrv2.buffers import DraftBatch, TargetStates
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState, DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.hosts import runner_seams
 from vllm_eagle_mrv2.hosts.common import StockHost
+from vllm_eagle_mrv2.hosts.draft_graphs import longest_query
 from vllm_eagle_mrv2.hosts.draft_lengths import lengths_by_batch_size
 from vllm_eagle_mrv2.speculator import GraphRun
 
@@ -140,13 +141,13 @@ class FusedHost(StockHost):
         if self.pcp_manager is not None and not batch.dummy_run:
             self.block_tables.gather_block_tables(batch.source.idx_mapping, num_reqs_padded=batch.num_reqs)
 
+    def query_len(self, batch: DraftBatch, num_tokens: int) -> int | None:
+        flag = getattr(batch.source, _DECODE_FLAG)
+        tokens: int | None = get_uniform_decode_token_count(batch.num_reqs, num_tokens, longest_query(batch), flag)
+        return tokens
+
     def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
-        query_len = get_uniform_decode_token_count(
-            batch.num_reqs,
-            num_tokens,
-            batch.source.num_scheduled_tokens.max(),
-            getattr(batch.source, _DECODE_FLAG),
-        )
+        query_len = self.query_len(batch, num_tokens)
         return self._dispatch(self.prefill_cudagraph_manager, batch, num_tokens_padded, query_len, batch.dp_sync)
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:

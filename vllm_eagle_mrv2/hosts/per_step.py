@@ -25,6 +25,7 @@ from vllm_eagle_mrv2.cudagraph import DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.hosts import runner_seams
 from vllm_eagle_mrv2.hosts.common import StockHost
+from vllm_eagle_mrv2.hosts.draft_graphs import longest_query
 from vllm_eagle_mrv2.hosts.draft_lengths import FollowsSchedule, hidden_schedule
 from vllm_eagle_mrv2.sampling import OwnSampling
 from vllm_eagle_mrv2.speculator import GraphRun
@@ -85,7 +86,6 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
         finally:
             compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = rounded
 
-    @torch.inference_mode()
     def propose(self, *batch: Any, num_tokens_across_dp: Any = None, **how: Any) -> torch.Tensor:
         """Draft tokens [num_reqs, K] int64; the arguments are those of the stock speculator, which ignores one too."""
         return self._propose(*batch, **how)
@@ -100,9 +100,13 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
 
     def on_multi_step_decode_end(self, num_reqs: int) -> None: ...
 
-    def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
+    def query_len(self, batch: DraftBatch, num_tokens: int) -> int | None:
         # Of the scheduled tokens: the padding of the target's graph is nobody's query.
-        query_len = get_uniform_token_count(batch.num_reqs, num_tokens, batch.source.num_scheduled_tokens.max())
+        tokens: int | None = get_uniform_token_count(batch.num_reqs, num_tokens, longest_query(batch))
+        return tokens
+
+    def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
+        query_len = self.query_len(batch, num_tokens)
         return self._dispatch(self.prefill_cudagraph_manager, batch, num_tokens_padded, query_len)
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:

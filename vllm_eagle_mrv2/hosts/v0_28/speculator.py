@@ -21,7 +21,6 @@ class _Host(OwnSampling, AutoRegressiveHost):
     logits_after_temperature = False
     dp_sync_argument = None
 
-    @torch.inference_mode()
     def propose(self, *batch: Any, num_tokens_across_dp: Any = None, **how: Any) -> torch.Tensor:
         """Draft tokens [num_reqs, K] int64; the arguments are those of the stock speculator, which ignores one too."""
         return self._propose(*batch, **how)

@@ -18,7 +18,6 @@ class _Host(AutoRegressiveHost):
     host = v0_29.HOST
     dp_sync_argument = "dp_sync"
 
-    @torch.inference_mode()
     def propose(self, *batch: Any, **how: Any) -> torch.Tensor:
         """Draft tokens [num_reqs, K] int64; the arguments are those of the stock speculator."""
         return self._propose(*batch, **how)

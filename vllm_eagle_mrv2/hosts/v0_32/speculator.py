@@ -22,14 +22,14 @@ class _Host(FusedHost):
 
     supports_decode_metadata_update: bool
 
-    @torch.inference_mode()
     def propose(
         self, *batch: Any, dp_sync_state: Any = None, num_speculative_tokens: int | None = None, **how: Any
     ) -> torch.Tensor:
         """Draft tokens [num_reqs, K] int64, always of full width; the arguments are those of the stock speculator."""
         draft_tokens = self._propose(*batch, dp_sync=dp_sync_state, num_draft_tokens=num_speculative_tokens, **how)
         if num_speculative_tokens == 0:
-            draft_tokens.fill_(-1)
+            with torch.inference_mode():
+                draft_tokens.fill_(-1)
         return draft_tokens
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
