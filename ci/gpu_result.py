@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("version")
     parser.add_argument("--reports", type=Path, nargs="+", default=[])
     parser.add_argument("--times", type=Path, nargs="+", default=[])
-    parser.add_argument("--date", required=True)
+    parser.add_argument("--date", required=True, help="a file's is that of its tests")
     parser.add_argument("--command", action="append", required=True, help="what was run, as often as needed")
     parser.add_argument("--commit", required=True, help="of the code that ran")
     parser.add_argument("--versions", nargs="+", metavar="NAME=VERSION")
@@ -162,10 +162,12 @@ def main() -> None:
         "notes": [],
         "earlier": [],
     }
-    result = empty | known | {"date": options.date} | (read_reports(options.reports) if options.reports else {})
+    result = empty | known
+    if options.reports:
+        result |= {"date": options.date} | read_reports(options.reports)
     if options.versions:
         result["versions"] = versions
-    result["command"] += [f"at {options.commit}: {command}" for command in options.command]
+    result["command"] += [f"{options.date}, at {options.commit}: {command}" for command in options.command]
     result["notes"] += options.note
     put_times(result, read_times(options.times, options.version), options.commit)
     target.write_text(json.dumps(result, indent=1) + "\n")

@@ -341,7 +341,7 @@ def test_what_was_measured_again_moves_aside(tmp_path: Path, monkeypatch: pytest
                 for k, ratio in ratios.items()
             )
         )
-        command = f"- 0.26.0 --times {times} --date 2026-11-23 --commit {commit} --command pairs"
+        command = f"- 0.26.0 --times {times} --date day-{commit} --commit {commit} --command pairs"
         monkeypatch.setattr(sys, "argv", [*command.split(), *further])
         gpu_result.main()
         return json.loads((tmp_path / "h200-vllm-0.26.0.json").read_text())
@@ -360,11 +360,9 @@ def test_what_was_measured_again_moves_aside(tmp_path: Path, monkeypatch: pytest
     old = [(each["commit"], [line["ratio"] for line in each["iteration_ms"]]) for each in result["earlier"]]
     assert old == [("a", [2.0])]
     assert result["tests"] == {"passed": 1, "failed": 0, "skipped": 0}
-    assert (result["commit"], result["notes"], result["command"]) == (
-        "b",
-        ["once"],
-        ["at a: pairs", "at b: pairs", "at b: pairs"],
-    )
+    assert (result["commit"], result["notes"]) == ("b", ["once"])
+    assert result["date"] == "day-a"  # of the tests
+    assert result["command"] == ["day-a, at a: pairs", "day-b, at b: pairs", "day-b, at b: pairs"]
 
 
 def test_the_last_report_of_a_test_counts(tmp_path: Path) -> None:
