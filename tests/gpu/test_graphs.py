@@ -274,9 +274,13 @@ def test_one_graph_holds_the_draft_phase(family: str) -> None:
         with engine("eagle_mrv2", family=family, options=options, compilation_config=SIZES) as llm:
             speculator = speculator_of(llm)
             # By the host: a replay calls nothing.
-            combined, launched = (
+            combined, dispatched, launched = (
                 counted_calls(owner, name)
-                for owner, name in ((speculator, "combine"), (speculator.loop, "_prepare_prefill"))
+                for owner, name in (
+                    (speculator, "combine"),
+                    (speculator, "dispatch_prefill"),
+                    (speculator.loop, "_prepare_prefill"),
+                )
             )
             with counted_replays(speculator) as replays, recorded_slots(speculator) as right:
                 tokens[name] = [greedy(llm, prompts[:n], TOKENS) for n in (1, 3, 5)]
@@ -290,6 +294,8 @@ def test_one_graph_holds_the_draft_phase(family: str) -> None:
             # Prompts go through no graph.
             assert (combined["combine"] >= replays["prefill"]) is bool(disable)
             assert (launched["_prepare_prefill"] >= replays["prefill"]) is bool(disable)
+            # Once for each size.
+            assert (dispatched["dispatch_prefill"] >= replays["prefill"]) is bool(disable)
             # Three requests in the graph of four, five in that of eight.
             assert {f"decode of {n}" for n in (1, 4, 8)} <= replays.keys()
     assert tokens["one"] == tokens["two"]
