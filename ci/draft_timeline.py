@@ -55,22 +55,18 @@ class Event(NamedTuple):
     name: str
 
 
-def busy(events: list[Event]) -> int:
-    """Nanoseconds in which at least one of the events runs; they come in the order of their starts."""
-    total, until = 0, 0
-    for event in events:
-        total += max(0, event.end - max(event.start, until))
-        until = max(until, event.end)
-    return total
-
-
-def gaps(events: list[Event]) -> Iterator[tuple[float, str, str]]:
-    """Microseconds in which none of the events runs, with the names of the one before and the one after."""
+def gaps(events: list[Event]) -> Iterator[tuple[int, Event, Event]]:
+    """Nanoseconds in which no event runs, with those before and after; events come in the order of their starts."""
     last = events[0]
     for event in events:
         if event.start > last.end:
-            yield (event.start - last.end) / 1e3, last.name[:NAME_LENGTH], event.name[:NAME_LENGTH]
+            yield event.start - last.end, last, event
         last = max(last, event, key=lambda one: one.end)
+
+
+def busy(events: list[Event]) -> int:
+    """Nanoseconds in which at least one of the events runs; they come in the order of their starts."""
+    return max(event.end for event in events) - events[0].start - sum(gap for gap, _, _ in gaps(events))
 
 
 def phases_of(events: list[Event]) -> list[list[Event]]:
@@ -93,23 +89,22 @@ def summary(events: list[Event]) -> dict[str, Any]:
     spans = [phase[-1].end - phase[0].start for phase in phases]
     working = [busy(phase) for phase in phases]
     example = phases[len(phases) // 2]
-    before = phases[len(phases) // 2 - 1]
-    iteration = [event for event in events if before[0].start <= event.start <= example[0].start]
+    iterations = [[event for event in events if a[0].start <= event.start < b[0].start] for a, b in pairwise(phases)]
+    before = [*iterations[len(phases) // 2 - 1], example[0]]
     kernels: dict[str, list[int]] = {}
     for event in example:
         kernels.setdefault(event.name[:NAME_LENGTH], []).append(event.end - event.start)
     return {
         "iterations": len(phases),
-        "iteration_busy_us": statistics.median(
-            busy([event for event in events if a[0].start <= event.start < b[0].start]) for a, b in pairwise(phases)
-        )
-        / 1e3,
+        "iteration_busy_us": statistics.median(map(busy, iterations)) / 1e3,
         "iteration_us": statistics.median(b[0].start - a[0].start for a, b in pairwise(phases)) / 1e3,
         "phase_us": statistics.median(spans) / 1e3,
         "busy_us": statistics.median(working) / 1e3,
         "idle_share": round(1 - statistics.median(b / s for b, s in zip(working, spans, strict=True)), 4),
         "largest_gaps_us": sorted((round((b.start - a.end) / 1e3, 1) for a, b in pairwise(example)), reverse=True)[:5],
-        "iteration_gaps_us": sorted(gaps(iteration), reverse=True)[:8],
+        "iteration_gaps_us": sorted(
+            ((gap / 1e3, a.name[:NAME_LENGTH], b.name[:NAME_LENGTH]) for gap, a, b in gaps(before)), reverse=True
+        )[:8],
         "launches": len(example),
         "sequence": [
             [round((b.start - a.end) / 1e3, 1), round((b.end - b.start) / 1e3, 1), b.name[:NAME_LENGTH]]

@@ -159,7 +159,7 @@ class DraftLoop:
         }
         self._reuse_target_metadata = on(Behaviour.TARGET_METADATA_REUSE)
         self._actual_max_seq_len = on(Behaviour.ACTUAL_MAX_SEQ_LEN)
-        self._drafts: dict[int, torch.Tensor] = {}  # views of the draft tokens, by number of requests
+        self._drafts = [buffers.draft_tokens[:num_reqs] for num_reqs in range(buffers.max_num_reqs + 1)]
 
     def propose(self, batch: DraftBatch) -> torch.Tensor:
         """Draft for a batch.
@@ -174,11 +174,7 @@ class DraftLoop:
         else:
             with torch.inference_mode():
                 self._draft(batch)
-        drafts = self._drafts.get(batch.num_reqs)
-        if drafts is None:
-            with torch.inference_mode():
-                drafts = self._drafts[batch.num_reqs] = self.buffers.draft_tokens[: batch.num_reqs]
-        return drafts
+        return self._drafts[batch.num_reqs]
 
     def _draft(self, batch: DraftBatch) -> None:
         self.host.draft_max_seq_len = self._max_seq_len(batch)
