@@ -267,8 +267,8 @@ def test_what_a_timeline_says() -> None:
         for start, end, name in (
             (0, 500_000, "verify"),
             (510_000, 511_000, "spin_kernel(long)"),
-            (520_000, 600_000, "draft"),
-            (590_000, 620_000, "overlapping"),
+            (520_000, 620_000, "draft"),
+            (590_000, 600_000, "beside"),
             (640_000, 720_000, "draft"),
             (730_000, 731_000, "spin_kernel(long)"),
         ):
@@ -277,9 +277,9 @@ def test_what_a_timeline_says() -> None:
     assert found["iterations"] == 2
     assert (found["phase_us"], found["busy_us"], found["idle_share"]) == (200.0, 180.0, 0.1)
     assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
-    assert found["kernels"] == {"draft": {"count": 2, "us": 160.0}, "overlapping": {"count": 1, "us": 30.0}}
-    assert found["largest_gaps_us"] == [20.0, -10.0]
-    assert found["iteration_gaps_us"][:2] == [(269.0, "spin_kernel(long)", "verify"), (20.0, "overlapping", "draft")]
+    assert found["kernels"] == {"draft": {"count": 2, "us": 180.0}, "beside": {"count": 1, "us": 10.0}}
+    assert found["largest_gaps_us"] == [40.0, -30.0]
+    assert found["iteration_gaps_us"][:2] == [(269.0, "spin_kernel(long)", "verify"), (20.0, "draft", "draft")]
 
 
 def test_what_a_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,6 +363,7 @@ def test_what_was_measured_again_moves_aside(tmp_path: Path, monkeypatch: pytest
     assert (result["commit"], result["notes"]) == ("b", ["once"])
     assert result["date"] == "day-a"  # of the tests
     assert result["command"] == ["day-a, at a: pairs", "day-b, at b: pairs", "day-b, at b: pairs"]
+    assert put("c", {}, "--reports", str(report))["date"] == "day-c"
 
 
 def test_the_last_report_of_a_test_counts(tmp_path: Path) -> None:
