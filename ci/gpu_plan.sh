@@ -1,26 +1,27 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_20] [pairs] [pairs_0_33] [pairs_flashinfer] \
-#     ['timelines [RELEASE...]'] [tests] [more] [alone] [older] ['older_8b [K...]']
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_33] [pairs_0_20] [pairs] [tests] [kernels] \
+#     ['timelines [RELEASE...]'] [more] [alone] [host] [older] ['older_8b [K...]']
 #
-# all but the last two where none is named, and in the order that they are named in, several times if so. starts: what
-# engines take that start alone, their caches empty. pairs_0_20, pairs, pairs_0_33, pairs_flashinfer: stock and ours
-# in turn, in the cases that have a target, on 0.20.2, on 0.22.1 and 0.26.0, on 0.33.0, and with FlashInfer, where the
-# site of 0.26.0 brings it (ci/gpu_pack.py --with 0.26.0:...). timelines: where the time of draft phases goes, and the
-# host's. tests: tests/gpu on four releases, the kernels' tests and compute-sanitizer, and two ranks where there are
-# two GPUs. more: pairs of 0.26.0 in further cases. alone: what single behaviours gain. older, older_8b: what 0.20.2
-# and 0.22.1 gain at other K and batch sizes.
+# all but the last three where none is named, and in the order that they are named in, several times if so. starts:
+# what engines take that start alone, their caches empty. pairs_0_33, pairs_0_20, pairs: stock and ours in turn, in the
+# cases that have a target, on 0.33.0 (and with FlashInfer, where the site of 0.26.0 brings it: ci/gpu_pack.py --with
+# 0.26.0:...), on 0.20.2, and on 0.22.1 and 0.26.0. tests: tests/gpu on four releases, and two ranks where there are two
+# GPUs. kernels: their tests, and compute-sanitizer. timelines: where the time of draft phases goes, and the host's.
+# more: pairs of 0.26.0 in further cases. alone: what single behaviours gain. host: the timelines of 0.33.0 at K=3
+# alone. older, older_8b: what 0.20.2 and 0.22.1 gain at other K and batch sizes.
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-(($#)) || set -- starts pairs_0_20 pairs pairs_0_33 pairs_flashinfer timelines tests more alone
+(($#)) || set -- starts pairs_0_33 pairs_0_20 pairs tests kernels timelines more alone
 say() { printf '[%(%T)T] %s\n' -1 "$*"; }
 gpus=$(nvidia-smi -L | wc -l) cores=$(nproc)
 memory=(--engine '{"kv_cache_memory_bytes":1073741824}')
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1 # 0.33's torch, with the cuDNN that is there
 in_turn=(--rounds 21 --tokens 96 "${memory[@]}")
+reports=(-rfE --tb=short)
 on_flashinfer='0.26.0 --steps 3 --setting FlashInfer --engine {"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}'
-has_flashinfer() { bash ci/gpu_lease.sh wait 0.26.0; [[ -e $ROOT/site-0.26.0/flashinfer ]]; } # it takes minutes to start
+has_flashinfer() { bash ci/gpu_lease.sh wait 0.26.0; [[ -e $ROOT/site-0.26.0/flashinfer ]]; }
 running=() begun_on=
 
 # Beside others, as soon as its sites are there: GPUs (0, 1, or both: 0,1), a name, the limit in seconds, arguments of
@@ -65,9 +66,19 @@ several() {
 
 eagle3='--shape 8b --family eagle3 --steps 5'
 
+pairs_0_33() {
+  local cases
+  mapfile -t cases < <(several 4 '0.33.0 --steps 3 --rounds 41') # the host decides
+  cases+=('0.33.0 --steps 7 --batch 1 32')
+  # FlashInfer takes minutes to start: beside the others, on cores that it shares with none.
+  ! has_flashinfer || cases=("${cases[@]:0:3}" "$on_flashinfer --rounds 11" "${cases[@]:3}")
+  beside 0 pairs-0.33 500 times "${cases[@]}" -- "${in_turn[@]}"
+  all_ended
+}
+
 pairs_0_20() {
   local of_1b of_8b
-  mapfile -t of_1b < <(several 4 '0.20.2 --steps 7 --batch 1 32')
+  mapfile -t of_1b < <(several 3 '0.20.2 --steps 7 --batch 1 32')
   mapfile -t of_8b < <(several 3 "0.20.2 $eagle3")
   beside 0 pairs-0.20-1b 500 times "${of_1b[@]}" '0.20.2 --steps 3' -- "${in_turn[@]}"
   beside 1 pairs-0.20-8b 300 times "${of_8b[@]}" -- "${in_turn[@]}" --rounds 11
@@ -77,21 +88,9 @@ pairs_0_20() {
 pairs() {
   local of_8b
   mapfile -t of_8b < <(several 2 "0.22.1 $eagle3")
-  beside 0 pairs-1b 500 times '0.26.0 --steps '{1,3,7}' --batch 1 8 32' '0.26.0 --steps 7 --draft-vocab 32768' \
+  beside 0 pairs-1b 500 times '0.26.0 --steps '{3,7}' --batch 1 8 32' '0.26.0 --steps 7 --draft-vocab 32768' \
     '0.22.1 --steps 3' '0.22.1 --steps 7 --batch 1 32' -- "${in_turn[@]}"
   beside 1 pairs-8b 400 times "${of_8b[@]}" "0.26.0 $eagle3" -- "${in_turn[@]}" --rounds 11
-  all_ended
-}
-
-pairs_0_33() { # the host decides at K=3
-  local steps_3
-  mapfile -t steps_3 < <(several 4 '0.33.0 --steps 3 --rounds 41')
-  beside 0 pairs-0.33 500 times "${steps_3[@]}" '0.33.0 --steps 7 --batch 1 32' -- "${in_turn[@]}"
-  all_ended
-}
-
-pairs_flashinfer() {
-  ! has_flashinfer || beside 0 pairs-flashinfer 300 times "$on_flashinfer" -- "${in_turn[@]}" --rounds 11
   all_ended
 }
 
@@ -105,18 +104,26 @@ timelines() {
   all_ended
 }
 
+host() {
+  beside 0 host-0.33 200 timelines '0.33.0 '{stock,eagle_mrv2}' --steps 3' -- "${memory[@]}"
+  all_ended
+}
+
 tests() {
   # 18 engines a GPU at most: its memory. 0.20.2 has a process for each test, and no time for all.
   local engines='--ignore=tests/gpu/test_sanitizer.py --ignore=tests/gpu/test_two_gpus.py'
   local most="tests/gpu/test_graphs.py tests/gpu/test_mtp_graphs.py tests/gpu/test_sleep.py"
-  local units=(tests/unit/test_{batch_queue,kernels,sampling,single_token_attention,row_product,few_rows_product,greedy,compile_ahead}.py)
-  local reports=(-rfE --tb=short)
   beside 0 tests-0.26.0 420 tests "0.26.0 $engines -n 9" -- "${reports[@]}"
   beside 0 tests-0.22.1 420 tests "0.22.1 $engines -n 8" -- "${reports[@]}"
   EAGLE_MRV2_PROCESSES=8 beside 1 tests-0.20.2 420 tests "0.20.2 $most" -- "${reports[@]}"
   beside 1 tests-0.33.0 420 tests "0.33.0 $engines -n 6" -- "${reports[@]}"
-  beside 1 units 420 tests "0.26.0 tests/gpu/test_sanitizer.py ${units[*]} -n 3 --dist loadfile" -- "${reports[@]}"
   ((gpus == 1)) || beside 0,1 ranks 420 tests '0.26.0 tests/gpu/test_two_gpus.py' -- "${reports[@]}"
+  all_ended
+}
+
+kernels() {
+  local units=(tests/unit/test_{batch_queue,kernels,sampling,single_token_attention,row_product,few_rows_product,greedy,compile_ahead}.py)
+  beside 0 kernels 420 tests "0.26.0 tests/gpu/test_sanitizer.py ${units[*]} -n 3 --dist loadfile" -- "${reports[@]}"
   all_ended
 }
 
@@ -126,7 +133,8 @@ more() {
   all_ended # a GPU has no memory for these beside them
   beside 0 more-2 300 times '0.26.0 --shape 8b --steps 7 --batch 1 8 32' \
     '0.26.0 --shape 8b --family eagle3 --steps 7 --batch 1 8 32' -- "${in_turn[@]}" --rounds 7
-  beside 1 more-3 300 times '0.26.0 --family eagle3 --steps '{1,3,7}' --batch 1 8 32' -- "${in_turn[@]}"
+  beside 1 more-3 300 times '0.26.0 --steps 1 --batch 1 8 32' '0.26.0 --family eagle3 --steps '{1,3,7}' --batch 1 8 32' \
+    -- "${in_turn[@]}"
   all_ended
 }
 
