@@ -1,27 +1,35 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_33] [pairs_0_20] [pairs] [tests] [kernels] \
-#     ['timelines [RELEASE...]'] [more] [alone] [host] [older] ['older_8b [K...]']
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_33] [pairs_0_20] [pairs] [pairs_8b] [tests] [kernels] \
+#     ['timelines [RELEASE...]'] [more] [alone] [host] ['older [RELEASE...]'] ['older_8b [K...]']
 #
 # all but the last three where none is named, and in the order that they are named in, several times if so. starts:
-# what engines take that start alone, their caches empty. pairs_0_33, pairs_0_20, pairs: stock and ours in turn, in the
-# cases that have a target, on 0.33.0 (and with FlashInfer, where the site of 0.26.0 brings it: ci/gpu_pack.py --with
-# 0.26.0:...), on 0.20.2, and on 0.22.1 and 0.26.0. tests: tests/gpu on four releases, and two ranks where there are two
-# GPUs. kernels: their tests, and compute-sanitizer. timelines: where the time of draft phases goes, and the host's.
-# more: pairs of 0.26.0 in further cases. alone: what single behaviours gain. host: the timelines of 0.33.0 at K=3
-# alone. older, older_8b: what 0.20.2 and 0.22.1 gain at other K and batch sizes.
+# what engines take that start alone, their caches empty. pairs_0_33, pairs_0_20, pairs, pairs_8b: stock and ours in
+# turn, in the cases that have a target, of 1B on 0.33.0 (and with FlashInfer, where the site of 0.26.0 brings it:
+# ci/gpu_pack.py --with 0.26.0:...), on 0.20.2, and on 0.22.1 and 0.26.0; of 8B on all but 0.33.0. tests: tests/gpu on
+# four releases, and two ranks where there are two GPUs. kernels: their tests, and compute-sanitizer. timelines: where
+# the time of draft phases goes, and the host's. more: pairs of 0.26.0 in further cases. alone: what single behaviours
+# gain. host: the timelines of 0.33.0 at K=3 alone, on the same cores. older, older_8b: what 0.20.2 and 0.22.1 gain at
+# other K and batch sizes.
+#
+# EAGLE_MRV2_GPU=1 has a plan keep to that GPU and its share of the cores, beside another plan on the other:
+#
+#   bash ci/gpu_lease.sh start -c 'EAGLE_MRV2_GPU=0 bash ci/gpu_plan.sh pairs & EAGLE_MRV2_GPU=1 bash ...; wait; ...'
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-(($#)) || set -- starts pairs_0_33 pairs_0_20 pairs tests kernels timelines more alone
+(($#)) || set -- starts pairs_0_33 pairs_0_20 pairs pairs_8b tests kernels timelines more alone
 say() { printf '[%(%T)T] %s\n' -1 "$*"; }
-gpus=$(nvidia-smi -L | wc -l) cores=$(nproc)
+gpus=$(nvidia-smi -L | wc -l) first_gpu=0
+share=$(($(nproc) / gpus)) # of the cores, for each
+[[ -z ${EAGLE_MRV2_GPU:-} ]] || gpus=1 first_gpu=$EAGLE_MRV2_GPU
 memory=(--engine '{"kv_cache_memory_bytes":1073741824}')
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1 # 0.33's torch, with the cuDNN that is there
 in_turn=(--rounds 21 --tokens 96 "${memory[@]}")
 reports=(-rfE --tb=short)
 on_flashinfer='0.26.0 --steps 3 --setting FlashInfer --engine {"kv_cache_memory_bytes":1073741824,"attention_config":{"backend":"FLASHINFER"}}'
 has_flashinfer() { bash ci/gpu_lease.sh wait 0.26.0; [[ -e $ROOT/site-0.26.0/flashinfer ]]; }
+cores=$share # that one call of the below is given
 running=() begun_on=
 
 # Beside others, as soon as its sites are there: GPUs (0, 1, or both: 0,1), a name, the limit in seconds, arguments of
@@ -29,10 +37,10 @@ running=() begun_on=
 beside() {
   ((gpus > 1)) || [[ -z $begun_on || $begun_on == "$1" ]] || all_ended
   begun_on=$1
-  local share=$((cores / gpus)) name=$2 limit=$3 gpu job own=() mine=()
+  local name=$2 limit=$3 gpu job own=() mine=()
   for gpu in ${1//,/ }; do
-    gpu=$((gpu % gpus))
-    mine+=("$gpu") own+=("$((gpu * share))-$((gpu * share + share - 1))")
+    gpu=$((first_gpu + gpu % gpus))
+    mine+=("$gpu") own+=("$((gpu * share))-$((gpu * share + cores - 1))")
   done
   shift 3
   while [[ -e $RESULTS/$name ]]; do name+=-again; done
@@ -77,20 +85,24 @@ pairs_0_33() {
 }
 
 pairs_0_20() {
-  local of_1b of_8b
-  mapfile -t of_1b < <(several 3 '0.20.2 --steps 7 --batch 1 32')
-  mapfile -t of_8b < <(several 3 "0.20.2 $eagle3")
-  beside 0 pairs-0.20-1b 500 times "${of_1b[@]}" '0.20.2 --steps 3' -- "${in_turn[@]}"
-  beside 1 pairs-0.20-8b 300 times "${of_8b[@]}" -- "${in_turn[@]}" --rounds 11
+  local cases
+  mapfile -t cases < <(several 3 '0.20.2 --steps 7 --batch 1 32')
+  beside 0 pairs-0.20 500 times "${cases[@]}" '0.20.2 --steps 3' -- "${in_turn[@]}"
   all_ended
 }
 
 pairs() {
-  local of_8b
-  mapfile -t of_8b < <(several 2 "0.22.1 $eagle3")
   beside 0 pairs-1b 500 times '0.26.0 --steps '{3,7}' --batch 1 8 32' '0.26.0 --steps 7 --draft-vocab 32768' \
     '0.22.1 --steps 3' '0.22.1 --steps 7 --batch 1 32' -- "${in_turn[@]}"
-  beside 1 pairs-8b 400 times "${of_8b[@]}" "0.26.0 $eagle3" -- "${in_turn[@]}" --rounds 11
+  all_ended
+}
+
+pairs_8b() {
+  local cases
+  mapfile -t cases < <(several 3 "0.20.2 $eagle3")
+  beside 0 pairs-8b-0.20 300 times "${cases[@]}" -- "${in_turn[@]}" --rounds 11
+  mapfile -t cases < <(several 2 "0.22.1 $eagle3")
+  beside 1 pairs-8b 400 times "${cases[@]}" "0.26.0 $eagle3" -- "${in_turn[@]}" --rounds 11
   all_ended
 }
 
@@ -105,7 +117,8 @@ timelines() {
 }
 
 host() {
-  beside 0 host-0.33 200 timelines '0.33.0 '{stock,eagle_mrv2}' --steps 3' -- "${memory[@]}"
+  local cores=4 # both engines on the same
+  beside 0 host-0.33 300 timelines '0.33.0 '{stock,eagle_mrv2}' --steps 3' -- "${memory[@]}"
   all_ended
 }
 
@@ -147,12 +160,14 @@ alone() {
 }
 
 older() {
+  (($#)) || set -- 0.20.2 0.22.1
+  local releases=("$@")
   on_older 500 '--steps 1 --batch 1 8 32' '--steps 3 --batch 8 32' '--steps 7 --batch 8' \
     '--family eagle3 --steps '{1,3,7}' --batch 1 8 32' -- --rounds 11
 }
 
 older_8b() {
-  local steps
+  local steps releases=(0.20.2 0.22.1)
   (($#)) || set -- 1 3 7
   for steps; do # four engines on a GPU: its memory
     on_older 400 "--shape 8b --steps $steps --batch 1 8 32" "--shape 8b --family eagle3 --steps $steps --batch 1 8 32" \
@@ -160,12 +175,12 @@ older_8b() {
   done
 }
 
-# The limit in seconds, and cases, on each of the two; arguments for all of them.
+# The limit in seconds, and cases, on each of the releases; arguments for all of them.
 on_older() {
-  local limit=$1 cases=() gpu release releases=(0.20.2 0.22.1)
+  local limit=$1 cases=() gpu release
   shift
   while [[ $1 != -- ]]; do cases+=("$1"); shift; done
-  for gpu in 0 1; do
+  for gpu in "${!releases[@]}"; do
     release=${releases[gpu]}
     beside "$gpu" "older-$release" "$limit" times "${cases[@]/#/$release }" -- "${in_turn[@]}" "${@:2}"
   done

@@ -114,15 +114,23 @@ def test_a_plan_runs_behind_the_calls(tmp_path: Path) -> None:
     assert (tmp_path / "lease" / "checkout" / "ci" / "gpu_plan.sh").exists()
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_a_gpu_measures_one_thing_at_a_time(gpus: int, tmp_path: Path) -> None:
-    """What the plan has for two GPUs comes one after the other where there is one."""
+@pytest.mark.parametrize(
+    ("gpus", "kept_to", "places"),
+    [
+        (1, "", {"starts-7": "0 on cores 0-31", "starts-1": "0 on cores 0-31"}),
+        (2, "", {"starts-7": "0 on cores 0-15", "starts-1": "1 on cores 16-31"}),
+        (2, "1", {"starts-7": "1 on cores 16-31", "starts-1": "1 on cores 16-31"}),
+    ],
+)
+def test_a_gpu_measures_one_thing_at_a_time(gpus: int, kept_to: str, places: dict[str, str], tmp_path: Path) -> None:
+    """What the plan has for two GPUs comes one after the other where there is one, or it may use one only."""
     scripts = {
         "bin/nvidia-smi": f"seq {gpus}",
-        "bin/nproc": "echo 2",
-        "bin/taskset": 'shift 2; exec "$@"',
+        "bin/nproc": "echo 32",
+        "bin/taskset": 'export CORES=$2; shift 2; exec "$@"',
         "ci/gpu_lease.sh": "",
         "ci/gpu_matrix.sh": f"""
+            echo "$CUDA_VISIBLE_DEVICES on cores $CORES" >"{tmp_path}/place-${{2##*/}}"
             touch "$1/${{2##*/}}"
             for ((tenths = 0; tenths < 20 && $(ls "$1" | wc -l) < 2; tenths++)); do sleep 0.1; done
             ls -x "$1" >>"{tmp_path}/beside"
@@ -137,10 +145,13 @@ def test_a_gpu_measures_one_thing_at_a_time(gpus: int, tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     environment = {"ROOT": str(tmp_path / "root"), "RESULTS": str(tmp_path), "TMPDIR": str(tmp_path)}
     environment["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    environment["EAGLE_MRV2_GPU"] = kept_to
     shutil.copy(CI / "gpu_plan.sh", tmp_path / "ci")
     subprocess.run(["bash", str(tmp_path / "ci" / "gpu_plan.sh"), "starts"], env=os.environ | environment, check=True)
     at_a_time = [line.split() for line in (tmp_path / "beside").read_text().splitlines()]
-    assert at_a_time == {1: [["starts-7"], ["starts-1"]], 2: [["starts-1", "starts-7"]] * 2}[gpus]
+    one_by_one = gpus == 1 or kept_to
+    assert at_a_time == ([["starts-7"], ["starts-1"]] if one_by_one else [["starts-1", "starts-7"]] * 2)
+    assert {name: (tmp_path / f"place-{name}").read_text().strip() for name in places} == places
 
 
 def test_a_missing_release_is_found_before_any_starts(tmp_path: Path) -> None:
