@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_33] [pairs_0_20] [pairs] [pairs_8b] [tests] [kernels] \
-#     ['timelines [RELEASE...]'] [more] [alone] [host] ['older [RELEASE...]'] ['older_8b [K...]']
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_33] [pairs_0_20] [pairs] ['pairs_8b [RELEASE...]'] \
+#     [pairs_flashinfer] ['tests [RELEASE...]'] [ranks] [kernels] ['timelines [RELEASE...]'] [more] [alone] [host] \
+#     ['older [RELEASE...]'] ['older_8b [K...]']
 #
 # all but the last three where none is named, and in the order that they are named in, several times if so. starts:
-# what engines take that start alone, their caches empty. pairs_0_33, pairs_0_20, pairs, pairs_8b: stock and ours in
-# turn, in the cases that have a target, of 1B on 0.33.0 (and with FlashInfer, where the site of 0.26.0 brings it:
-# ci/gpu_pack.py --with 0.26.0:...), on 0.20.2, and on 0.22.1 and 0.26.0; of 8B on all but 0.33.0. tests: tests/gpu on
-# four releases, and two ranks where there are two GPUs. kernels: their tests, and compute-sanitizer. timelines: where
-# the time of draft phases goes, and the host's. more: pairs of 0.26.0 in further cases. alone: what single behaviours
-# gain. host: the timelines of 0.33.0 at K=3 alone, on the same cores. older, older_8b: what 0.20.2 and 0.22.1 gain at
-# other K and batch sizes.
+# what engines take that start alone, their caches empty. pairs_0_33, pairs_0_20, pairs, pairs_8b, pairs_flashinfer:
+# stock and ours in turn, in the cases that have a target, of 1B on 0.33.0, on 0.20.2, and on 0.22.1 and 0.26.0, of 8B
+# on all but 0.33.0, and with FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with 0.26.0:...). tests:
+# tests/gpu on four releases. ranks: those that need two GPUs. kernels: their tests, and compute-sanitizer. timelines:
+# where the time of draft phases goes, and the host's. more: pairs of 0.26.0 in further cases. alone: what single
+# behaviours gain. host: the timelines of 0.33.0 at K=3 alone, on the same cores. older, older_8b: what 0.20.2 and 0.22.1
+# gain at other K and batch sizes.
 #
 # EAGLE_MRV2_GPU=1 has a plan keep to that GPU and its share of the cores, beside another plan on the other:
 #
 #   bash ci/gpu_lease.sh start -c 'EAGLE_MRV2_GPU=0 bash ci/gpu_plan.sh pairs & EAGLE_MRV2_GPU=1 bash ...; wait; ...'
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-(($#)) || set -- starts pairs_0_33 pairs_0_20 pairs pairs_8b tests kernels timelines more alone
+(($#)) || set -- starts pairs_0_33 pairs_0_20 pairs pairs_8b pairs_flashinfer tests ranks kernels timelines more alone
 say() { printf '[%(%T)T] %s\n' -1 "$*"; }
 gpus=$(nvidia-smi -L | wc -l) first_gpu=0
 share=$(($(nproc) / gpus)) # of the cores, for each
@@ -77,10 +78,7 @@ eagle3='--shape 8b --family eagle3 --steps 5'
 pairs_0_33() {
   local cases
   mapfile -t cases < <(several 4 '0.33.0 --steps 3 --rounds 41') # the host decides
-  cases+=('0.33.0 --steps 7 --batch 1 32')
-  # FlashInfer takes minutes to start: beside the others, on cores that it shares with none.
-  ! has_flashinfer || cases=("${cases[@]:0:3}" "$on_flashinfer --rounds 11" "${cases[@]:3}")
-  beside 0 pairs-0.33 500 times "${cases[@]}" -- "${in_turn[@]}"
+  beside 0 pairs-0.33 500 times "${cases[@]}" '0.33.0 --steps 7 --batch 1 32' -- "${in_turn[@]}"
   all_ended
 }
 
@@ -98,11 +96,17 @@ pairs() {
 }
 
 pairs_8b() {
-  local cases
-  mapfile -t cases < <(several 3 "0.20.2 $eagle3")
-  beside 0 pairs-8b-0.20 300 times "${cases[@]}" -- "${in_turn[@]}" --rounds 11
-  mapfile -t cases < <(several 2 "0.22.1 $eagle3")
-  beside 1 pairs-8b 400 times "${cases[@]}" "0.26.0 $eagle3" -- "${in_turn[@]}" --rounds 11
+  local release cases
+  (($#)) || set -- 0.20.2 0.22.1 0.26.0
+  for release; do # six engines on a GPU: its memory
+    mapfile -t cases < <(several 3 "$release $eagle3")
+    beside 0 "pairs-8b-$release" 300 times "${cases[@]}" -- "${in_turn[@]}" --rounds 11
+    all_ended
+  done
+}
+
+pairs_flashinfer() { # which takes minutes to start
+  ! has_flashinfer || beside 0 pairs-flashinfer 500 times "$on_flashinfer" -- "${in_turn[@]}" --rounds 11
   all_ended
 }
 
@@ -123,13 +127,22 @@ host() {
 }
 
 tests() {
-  # 18 engines a GPU at most: its memory. 0.20.2 has a process for each test, and no time for all.
-  local engines='--ignore=tests/gpu/test_sanitizer.py --ignore=tests/gpu/test_two_gpus.py'
-  local most="tests/gpu/test_graphs.py tests/gpu/test_mtp_graphs.py tests/gpu/test_sleep.py"
-  beside 0 tests-0.26.0 420 tests "0.26.0 $engines -n 9" -- "${reports[@]}"
-  beside 0 tests-0.22.1 420 tests "0.22.1 $engines -n 8" -- "${reports[@]}"
-  EAGLE_MRV2_PROCESSES=8 beside 1 tests-0.20.2 420 tests "0.20.2 $most" -- "${reports[@]}"
-  beside 1 tests-0.33.0 420 tests "0.33.0 $engines -n 6" -- "${reports[@]}"
+  local release engines='--ignore=tests/gpu/test_sanitizer.py --ignore=tests/gpu/test_two_gpus.py'
+  (($#)) || set -- 0.26.0 0.22.1 0.20.2 0.33.0
+  for release; do # 18 engines a GPU at most: its memory
+    case $release in
+    0.26.0) beside 0 tests-0.26.0 420 tests "0.26.0 $engines -n 9" -- "${reports[@]}" ;;
+    0.22.1) beside 0 tests-0.22.1 420 tests "0.22.1 $engines -n 8" -- "${reports[@]}" ;;
+    # Which has a process for each test, and no time for all.
+    0.20.2) EAGLE_MRV2_PROCESSES=8 beside 1 tests-0.20.2 420 tests \
+      "0.20.2 tests/gpu/test_graphs.py tests/gpu/test_mtp_graphs.py tests/gpu/test_sleep.py" -- "${reports[@]}" ;;
+    0.33.0) beside 1 tests-0.33.0 420 tests "0.33.0 $engines -n 6" -- "${reports[@]}" ;;
+    esac
+  done
+  all_ended
+}
+
+ranks() {
   ((gpus == 1)) || beside 0,1 ranks 420 tests '0.26.0 tests/gpu/test_two_gpus.py' -- "${reports[@]}"
   all_ended
 }
