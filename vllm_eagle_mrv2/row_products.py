@@ -9,6 +9,7 @@ the kernel for its own.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,20 +18,41 @@ import torch.nn.functional as F
 from vllm_eagle_mrv2 import compile_ahead
 from vllm_eagle_mrv2.draft_logits import DraftLogits, FewRows
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
-from vllm_eagle_mrv2.kernels.row_product import row_product
+from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.options import OPTIONS_KEY
 
 _library = torch.library.Library("vllm_eagle_mrv2", "DEF")
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define("gated_linear(Tensor x, Tensor weight) -> Tensor")
+
+_MODELS = "vllm.model_executor.models"
+_GATED = frozenset({f"{_MODELS}.llama.LlamaMLP", f"{_MODELS}.qwen2.Qwen2MLP"})
+"""Modules that put ``act_fn`` between ``gate_up_proj`` and ``down_proj``, and do nothing else."""
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    num_rows = x.numel() // x.shape[-1]
-    if num_rows == 1:
+    if _is_one_row(x):
         return row_product(x.reshape(-1), weight, bias).view(*x.shape[:-1], -1)
     if bias is None and _are_few(x, weight):
         return few_rows.few_rows_product(x, weight)
     return F.linear(x, weight, bias)
+
+
+def _gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if _is_one_row(x):
+        return gated_row_product(x.reshape(-1), weight).view(*x.shape[:-1], -1)
+    product = _linear(x, weight, None)
+    gated = _half_of(product)
+    torch.ops._C.silu_and_mul(gated, product)
+    return gated
+
+
+def _is_one_row(x: torch.Tensor) -> bool:
+    return bool(x.numel() == x.shape[-1])
+
+
+def _half_of(product: torch.Tensor) -> torch.Tensor:
+    return product.new_empty(*product.shape[:-1], product.shape[-1] // 2)
 
 
 def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -43,6 +65,10 @@ def _empty_result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_eagle_mrv2::linear", _empty_result, lib=_library)
+_library.impl("gated_linear", _gated_linear, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "vllm_eagle_mrv2::gated_linear", lambda x, weight: _half_of(_empty_result(x, weight, None)), lib=_library
+)
 
 
 def named_in_caches(vllm_config: Any) -> bool:
@@ -71,12 +97,20 @@ def install(
         how many layers.
     """
     shared = {id(module) for module in target.modules()}
-    layers = [module for module in draft.modules() if id(module) not in shared and _is_linear(module)]
+    own = [module for module in draft.modules() if id(module) not in shared]
+    layers = [module for module in own if _is_linear(module)]
+    gated = [module for module in own if _is_gated(module)]
+    gates = {id(mlp.gate_up_proj) for mlp in gated}
     for layer in layers:
-        _multiply_by_rows(layer)
-    kinds = {(layer.weight.shape, layer.weight.dtype, getattr(layer, "bias", None) is None): layer for layer in layers}
+        _multiply(layer, _apply_gated if id(layer) in gates else _apply)
+    for mlp in gated:
+        mlp.act_fn = torch.nn.Identity()
+    kinds = {
+        (layer.weight.shape, layer.weight.dtype, getattr(layer, "bias", None) is None, id(layer) in gates): layer
+        for layer in layers
+    }
     for layer in kinds.values():
-        _compile_ahead(layer)
+        _compile_ahead(layer, gated=id(layer) in gates)
     if logits is not None:
         head = getattr(draft, "lm_head", None)  # most likely what the processor will be given
         if head is not None and _is_linear(head):
@@ -109,6 +143,17 @@ def _is_linear(layer: Any) -> bool:
     )
 
 
+def _is_gated(module: Any) -> bool:
+    """Whether a module's activation can be a part of the product before it."""
+    return (
+        f"{type(module).__module__}.{type(module).__qualname__}" in _GATED
+        and type(module.act_fn).__name__ == "SiluAndMul"
+        and _is_linear(module.gate_up_proj)
+        and getattr(module.gate_up_proj, "bias", None) is None
+        and hasattr(torch.ops._C, "silu_and_mul")
+    )
+
+
 def _runs_kernels(weight: torch.Tensor) -> bool:
     return weight.is_cuda and torch.version.hip is None
 
@@ -118,13 +163,18 @@ def _apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> tor
     return product
 
 
-def _multiply_by_rows(layer: Any) -> None:
+def _apply_gated(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.gated_linear(x, layer.weight)
+    return product
+
+
+def _multiply(layer: Any, apply: Callable[..., torch.Tensor]) -> None:
     # Of its class as before: vLLM asks for that when it replaces weights.
     layer.quant_method = copy.copy(layer.quant_method)
-    layer.quant_method.apply = _apply
+    layer.quant_method.apply = apply
 
 
-def _compile_ahead(layer: Any, few: FewRows | None = None) -> None:
+def _compile_ahead(layer: Any, few: FewRows | None = None, *, gated: bool = False) -> None:
     """Have the kernels for a layer compiled now, and not at a capture or by the first request of an eager draft."""
     weight, bias = layer.weight.data, getattr(layer, "bias", None)
     several = few_rows.variants(weight) if bias is None else []
@@ -134,6 +184,8 @@ def _compile_ahead(layer: Any, few: FewRows | None = None) -> None:
             rows = torch.empty(num_rows, weight.shape[1], dtype=weight.dtype, device="meta")
             if few is not None and num_rows > 1:
                 few(rows, weight)
+            elif gated and num_rows == 1:
+                gated_row_product(rows[0], weight)
             else:
                 _linear(rows, weight, bias)
 
@@ -153,7 +205,7 @@ def _give_view_of_head(logits: DraftLogits, few: FewRows | None) -> None:
             view = lm_head
             if _is_linear(lm_head):
                 view = copy.copy(lm_head)  # with the very dictionary of parameters, so that new weights are seen
-                _multiply_by_rows(view)
+                _multiply(view, _apply)
                 _compile_ahead(view, few if lm_head.tp_size == 1 else None)
             seen = (lm_head, view)
         view = seen[1]

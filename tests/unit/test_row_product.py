@@ -8,7 +8,12 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from vllm_eagle_mrv2.kernels.row_product import row_product, row_product_reference
+from vllm_eagle_mrv2.kernels.row_product import (
+    gated_row_product,
+    gated_row_product_reference,
+    row_product,
+    row_product_reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
@@ -38,10 +43,20 @@ def test_is_the_product_with_every_output(outputs: int, width: int, dtype: torch
         torch.testing.assert_close(row_product(row, weight, given), expected, rtol=0, atol=ROUNDING[dtype] * size)
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("outputs", "width"), [(1, 1), (3, 100), (5, 2048), (17, 4096), (7, 8192), (9, 14336)])
+def test_gates_and_their_factors_in_one_product(outputs: int, width: int, dtype: torch.dtype) -> None:
+    row, weight, _ = inputs(2 * outputs, width, dtype)
+    expected = gated_row_product_reference(row, weight)
+    size = max(float(expected.float().abs().max()), float((weight.float() @ row.float()).abs().max()))
+    torch.testing.assert_close(gated_row_product(row, weight), expected, rtol=0, atol=2 * ROUNDING[dtype] * size)
+
+
 def test_rows_of_weights_that_lie_apart() -> None:
-    row, weight, bias = inputs(7, 300, torch.float32, stride=320)
+    row, weight, bias = inputs(8, 300, torch.float32, stride=320)
     assert weight.stride(0) == 320
     torch.testing.assert_close(row_product(row, weight, bias), row_product_reference(row, weight, bias))
+    torch.testing.assert_close(gated_row_product(row, weight), gated_row_product_reference(row, weight))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")

@@ -256,6 +256,65 @@ def test_the_argmax_of_few_rows_is_part_of_the_product(plain: bool, monkeypatch:
     torch.testing.assert_close(draft.compute_logits(inputs(3)[1]), expected[3])
 
 
+class GatedDraft(nn.Module):
+    """A draft with an MLP of vLLM's, and the target's."""
+
+    def __init__(self, of_target: nn.Module | None = None) -> None:
+        from vllm.model_executor.models.llama import LlamaMLP
+
+        super().__init__()
+        self.mlp = LlamaMLP(HIDDEN, 24, "silu").float()
+        self.of_target = of_target
+        fill(self.mlp)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.mlp(hidden_states)
+        return states
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_activation_is_part_of_the_product_before_it(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    product, seen = row_products.gated_row_product, []
+
+    def counted(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(weight.shape))
+        return product(row, weight)
+
+    target = GatedDraft()
+    draft = GatedDraft(target.mlp)
+    expected = {rows: draft(inputs(rows)[1]) for rows in (1, 3)}
+    assert row_products.install(draft, target) == 2
+    monkeypatch.setattr(row_products, "gated_row_product", counted)
+    forward = torch.compile(draft, fullgraph=True, dynamic=True) if compiled else draft
+    for rows in (3, 1):
+        torch.testing.assert_close(forward(inputs(rows)[1]), expected[rows])
+    assert seen == [(48, HIDDEN)]
+    target(inputs(1)[1])
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("other", ["quantized", "biased", "another activation", "another module"])
+def test_an_activation_that_stays(other: str, ours: list[torch.Tensor]) -> None:
+    from vllm.model_executor.layers.activation import GeluAndMul
+    from vllm.model_executor.models.llama import LlamaMLP
+
+    draft = GatedDraft()
+    if other == "quantized":
+        draft.mlp.gate_up_proj.quant_method = type("Fp8", (type(draft.mlp.gate_up_proj.quant_method),), {})()
+    elif other == "biased":
+        draft.mlp = LlamaMLP(HIDDEN, 24, "silu", bias=True).float()
+        fill(draft.mlp)
+    elif other == "another activation":
+        draft.mlp.act_fn = GeluAndMul()
+    else:
+        draft.mlp.__class__ = type("MLP", (LlamaMLP,), {})
+    states = inputs(1)[1]
+    expected = draft(states)
+    row_products.install(draft, GatedDraft())
+    torch.testing.assert_close(draft(states), expected)
+    assert len(ours) == (1 if other == "quantized" else 2)
+
+
 @pytest.mark.parametrize("other", ["quantized", "another backend", "batch invariant", "transposed", "no GPU"])
 def test_what_is_left_alone(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers import utils

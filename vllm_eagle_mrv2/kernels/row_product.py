@@ -33,25 +33,34 @@ def _row_product_kernel(
     num_outputs,
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < num_outputs
     weights = weight_ptr + output[:, None].to(tl.int64) * weight_stride
+    factors = weight_ptr + (num_outputs + output)[:, None].to(tl.int64) * weight_stride  # behind the gates
     products = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    ups = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         held = column < WIDTH
+        read = inside[:, None] & held[None, :]
         # Each weight is needed once: evicted first, it leaves the cache to what the next kernels share.
-        weight = tl.load(
-            weights + column[None, :], mask=inside[:, None] & held[None, :], other=0.0, eviction_policy="evict_first"
-        )
+        weight = tl.load(weights + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
+        if GATED:
+            factor = tl.load(factors + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
         row = tl.load(row_ptr + column, mask=held, other=0.0)
         products += weight.to(tl.float32) * row[None, :].to(tl.float32)
+        if GATED:
+            ups += factor.to(tl.float32) * row[None, :].to(tl.float32)
     total = tl.sum(products, axis=1)
     if BIAS:
         total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        gate = total.to(out_ptr.dtype.element_ty).to(tl.float32)  # both rounded as they would be stored
+        total = gate / (1.0 + tl.exp(-gate)) * tl.sum(ups, axis=1).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + output, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -70,26 +79,63 @@ def row_product(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     Returns:
         [N] of the dtype of ``row``.
     """
-    num_outputs, width = weight.shape
-    out = torch.empty(num_outputs, dtype=row.dtype, device=row.device)
-    outputs, block, warps = _tile(width)
-    launch(_row_product_kernel, (triton.cdiv(num_outputs, outputs),))(
+    out = torch.empty(len(weight), dtype=row.dtype, device=row.device)
+    _launch(row, weight, bias, out, *_tile(weight.shape[1]), gated=False)
+    return out
+
+
+def gated_row_product(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of a single row, where its product with the weights is ``gate`` and then ``up``.
+
+    A program that has a gate's row reads the row of its factor too, and nothing is left for a kernel behind it.
+
+    Args:
+        row: [K], contiguous.
+        weight: [2 * N, K], as of `row_product`.
+
+    Returns:
+        [N] of the dtype of ``row``.
+    """
+    out = torch.empty(len(weight) // 2, dtype=row.dtype, device=row.device)
+    outputs, block, warps = _tile(weight.shape[1])
+    _launch(row, weight, None, out, max(outputs // 2, 1), block, warps, gated=True)
+    return out
+
+
+def _launch(
+    row: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    outputs: int,
+    block: int,
+    warps: int,
+    *,
+    gated: bool,
+) -> None:
+    launch(_row_product_kernel, (triton.cdiv(len(out), outputs),))(
         row,
         weight,
         weight.stride(0),
         bias,
         out,
-        num_outputs,
-        WIDTH=width,
+        len(out),
+        WIDTH=weight.shape[1],
         BIAS=bias is not None,
+        GATED=gated,
         OUTPUTS=outputs,
         BLOCK=block,
         num_warps=warps,
     )
-    return out
 
 
 def row_product_reference(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`row_product` in plain torch."""
     total = weight.float() @ row.float()
     return (total if bias is None else total + bias.float()).to(row.dtype)
+
+
+def gated_row_product_reference(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`gated_row_product` in plain torch."""
+    gate, up = row_product_reference(row, weight).float().chunk(2)
+    return (torch.nn.functional.silu(gate) * up).to(row.dtype)
