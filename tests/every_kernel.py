@@ -25,7 +25,7 @@ from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, fe
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
-from vllm_eagle_mrv2.kernels.row_product import row_product
+from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
@@ -95,12 +95,14 @@ def call_every_kernel() -> None:
             buffers.idx_mapping.zero_()
             blocks = torch.arange(8 * 256, dtype=torch.int32, device=DEVICE).view(8, 256)
             for slot_table in (None, SlotTable(blocks, torch.zeros(8, dtype=torch.int64, device=DEVICE), 16)):
+                prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, slot_table)
                 buffers.draft_step.fill_(1)
                 update_after_step(buffers, drafted, feedback, 3, 3, 4096, slot_table)
         for outputs, width in ((3, 96), (5, 3000), (5, 5000), (5, 9000), (5, 17000)):
             weight = torch.randn(outputs, width, device=DEVICE).to(dtype)
             for bias in (None, weight[:, 0].contiguous()):
                 row_product(weight[0], weight, bias)
+            gated_row_product(weight[0], weight)
         if dtype != torch.float32:
             for rows in (2, 17):
                 few, head = (torch.randn(n, 200, device=DEVICE).to(dtype) for n in (rows, 70))

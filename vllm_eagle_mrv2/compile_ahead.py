@@ -110,8 +110,8 @@ def between_passes(
     feedback = torch.empty(buffers.hidden_states.shape, dtype=buffers.hidden_states.dtype, device=_META)
     for drafted in drafts():
         rows = len(drafted)
-        prepare_decode_inputs(buffers, drafted, feedback, rows, max_model_len, sample_offset=sample_offset)
         for table in (None, slot_table):  # a dummy run has none
+            prepare_decode_inputs(buffers, drafted, feedback, rows, max_model_len, table, sample_offset=sample_offset)
             update_after_step(buffers, drafted, feedback, rows, 2, max_model_len, table)
 
 

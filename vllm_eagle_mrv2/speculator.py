@@ -258,13 +258,16 @@ class DraftLoop:
             prepare_prefill_inputs(self.buffers, self.queue, num_reqs, **self._inputs)
         if states is not None:
             self._take_states(states, num_tokens)
-        self.prefill(num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode)
+        slot_table = None if decodes is None else self._slots_ahead(decodes.attn_metadata)
+        self.prefill(
+            num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, slot_table=slot_table
+        )
         if decodes is None:
             return
         host = self.host
         host.on_prefill_end(num_reqs)
         host.on_multi_step_decode_begin(num_reqs)
-        self.decode_all(*decodes, mode, self.config.num_draft_tokens)
+        self.decode_all(*decodes, mode, self.config.num_draft_tokens, slots_known=slot_table is not None)
         host.on_multi_step_decode_end(num_reqs)
         host.on_prefill_begin(num_reqs)  # as the next pass expects it
 
@@ -278,10 +281,12 @@ class DraftLoop:
         mode: Any,
         mm_inputs: Any = None,
         drafts: bool = True,
+        slot_table: SlotTable | None = None,
     ) -> None:
         """Draft prefill: forward over the target's batch, the first draft token, and what the first decode starts from.
 
-        FULL graphs hold all of it.  A batch that drafts nothing runs for its keys and values alone.
+        FULL graphs hold all of it.  A batch that drafts nothing runs for its keys and values alone.  With
+        ``slot_table`` the first decode's slots are left behind as well.
         """
         buffers, config = self.buffers, self.config
         for_head, for_next_step = self.host.run_draft_model(
@@ -296,7 +301,13 @@ class DraftLoop:
             keep_logits=True,
         )
         prepare_decode_inputs(
-            buffers, drafted, for_next_step, num_reqs, config.max_model_len, sample_offset=config.sample_offset
+            buffers,
+            drafted,
+            for_next_step,
+            num_reqs,
+            config.max_model_len,
+            slot_table,
+            sample_offset=config.sample_offset,
         )
 
     def _run_decodes(self, batch: DraftBatch) -> None:
@@ -355,16 +366,20 @@ class DraftLoop:
         num_tokens_across_dp: Any,
         mode: Any,
         num_draft_tokens: int,
+        *,
+        slots_known: bool = False,
     ) -> None:
-        """All draft decodes, the metadata refreshed on the device before each; one graph holds them (#46849)."""
-        follows_slots = attn_metadata is not None and self._rebuild_each_step
-        slot_table = self.host.slot_table if follows_slots else None
+        """All draft decodes, the metadata refreshed on the device before each; one graph holds them (#46849).
+
+        ``slots_known``: what ran before has left the slots of the first one.
+        """
+        slot_table = self._slots_ahead(attn_metadata)
         steps = range(1, num_draft_tokens)
         if self.warms_up and not torch.cuda.is_current_stream_capturing():
             steps = steps[:2]  # all others are as the second
         for step in steps:
             if attn_metadata is not None and (step == 1 or self._rebuild_each_step):
-                if step == 1 or slot_table is None:
+                if slot_table is None or (step == 1 and not slots_known):
                     self.host.map_decode_slots(num_reqs, num_tokens)
                 attn_metadata = self.host.refresh_decode_metadata(num_reqs, num_tokens, attn_metadata)
             self.decode(
@@ -377,6 +392,10 @@ class DraftLoop:
                 num_draft_tokens,
                 slot_table,
             )
+
+    def _slots_ahead(self, attn_metadata: Any) -> SlotTable | None:
+        """Where each draft decode's slots are left by what runs before it; None where they are mapped anew."""
+        return self.host.slot_table if attn_metadata is not None and self._rebuild_each_step else None
 
     def decode(
         self,

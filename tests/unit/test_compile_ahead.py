@@ -82,8 +82,8 @@ else:
     forms += [] if mapped else [few_rows_keys(torch.empty(rows, width, dtype=dtype), head) for rows in (2, 8)]
 for drafted in forms:
     feedback = torch.empty(64, width, dtype=dtype)
-    prepare_decode_inputs(buffers, drafted, feedback, len(drafted), 4096, sample_offset=1)
     for slots in (table, None):
+        prepare_decode_inputs(buffers, drafted, feedback, len(drafted), 4096, slots, sample_offset=1)
         update_after_step(buffers, drafted, feedback[: len(drafted)], len(drafted), 3, 4096, slots)
 cache = torch.empty(7, 2, 16, 2, 64, dtype=dtype)
 query, lengths = torch.empty(5, 8, 64, dtype=dtype), torch.zeros(5, dtype=torch.int32)

@@ -284,6 +284,37 @@ def test_decode_inputs(case: dict[str, Any], num_draft_tokens: int, sample_offse
     assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("rows", ["live", "a graph's", "fewer"])
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
+def test_decode_inputs_look_up_the_first_slots(
+    case: dict[str, Any], idx_dtype: torch.dtype, block_size: int, rows: str
+) -> None:
+    batch = target_batch(**case)
+    max_num_reqs = case.get("max_num_reqs", 8)
+    num_rows = {"live": batch.num_reqs, "a graph's": min(max_num_reqs, 40), "fewer": max(batch.num_reqs - 1, 1)}[rows]
+    before = poisoned(max_num_reqs, batch.num_tokens_padded + 48)
+    prepare_prefill_inputs_reference(before, batch)
+    before = replace(before, idx_mapping=before.idx_mapping.to(idx_dtype))
+    before.last_token_indices[batch.num_reqs :] = 0
+    feedback = torch.randn(batch.num_tokens_padded, before.hidden_states.shape[1], device=DEVICE)
+    num_blocks = -(-MAX_LEN // block_size)
+    states = int(before.idx_mapping.max()) + 1
+    blocks = torch.randperm(max(states, 1) * num_blocks, device=DEVICE).to(torch.int32).view(-1, num_blocks)
+    tables = [SlotTable(blocks, torch.full((max_num_reqs + 2,), SENTINEL, device=DEVICE), block_size) for _ in range(2)]
+    actual, expected = clone(before), clone(before)
+
+    prepare_decode_inputs(actual, drafted(num_rows, "tokens"), feedback, num_rows, MAX_LEN, tables[0])
+    prepare_decode_inputs_reference(expected, drafted(num_rows, "tokens"), feedback, num_rows, MAX_LEN, tables[1])
+
+    assert_same(actual, expected)
+    assert tables[0].slots.tolist() == tables[1].slots.tolist()
+    live = 0 if case.get("dummy_run") else min(batch.num_reqs, num_rows)
+    assert (tables[0].slots >= 0).tolist() == [row < live for row in range(max_num_reqs + 2)]
+    assert (tables[0].slots[num_rows:] == SENTINEL).all()
+
+
 @pytest.mark.parametrize("sample_offset", [0, 1])
 @pytest.mark.parametrize("num_rows", [3, 4, 5])
 def test_decode_inputs_by_hand(sample_offset: int, num_rows: int) -> None:

@@ -428,13 +428,30 @@ def test_a_fused_run_refreshes_on_the_device(disable: Behaviour | None, refreshe
     assert host.inputs[1:] == [(f"refreshed {number}", "slots 1") for number in refreshed]
 
 
+def table_of_slots(stale: int) -> SlotTable:
+    """Blocks of one token."""
+    blocks = torch.arange(MAX_NUM_REQS * MAX_LEN, dtype=torch.int32, device=DEVICE).view(MAX_NUM_REQS, MAX_LEN)
+    return SlotTable(blocks, torch.full((MAX_NUM_REQS,), stale, device=DEVICE), 1)
+
+
+@pytest.mark.parametrize("disable", [None, Behaviour.DECODE_METADATA_REBUILD], ids=["on", "off"])
+def test_one_graph_maps_no_slots_between_its_passes(disable: Behaviour | None) -> None:
+    """A draft prefill leaves the slots of the first decode, and of none behind the batch's requests."""
+    host = ToyHost(refreshes_in_graph=True, full_graphs=True, one_graph=True, slot_table=table_of_slots(7))
+    loop = loop_on(host, 2, disable=disable)
+    for rows in (ROWS, ROWS[::-1][:2]):
+        assert loop.propose(batch_of(rows, 2)).tolist() == expected_drafts(rows, 2, 0)
+        assert len(host.named("map_decode_slots")) == (2 if disable and rows is not ROWS else bool(disable))
+        if not disable:
+            requests, positions = loop.buffers.idx_mapping[: len(rows)], loop.buffers.positions[: len(rows)]
+            behind = [-1] * (MAX_NUM_REQS - len(rows))
+            assert host.slot_table.slots.tolist() == (requests * MAX_LEN + positions).tolist() + behind
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("disable", [None, Behaviour.DECODE_METADATA_REBUILD], ids=["on", "off"])
 def test_slots_are_looked_up_a_step_ahead(disable: Behaviour | None, ahead: bool) -> None:
-    host = ToyHost(refreshes_in_graph=True)
-    if ahead:
-        blocks = torch.arange(MAX_NUM_REQS * MAX_LEN, dtype=torch.int32, device=DEVICE).view(MAX_NUM_REQS, MAX_LEN)
-        host.slot_table = SlotTable(blocks, torch.full((MAX_NUM_REQS,), -1, device=DEVICE), 1)
+    host = ToyHost(refreshes_in_graph=True, slot_table=table_of_slots(-1) if ahead else None)
     loop = loop_on(host, 4, disable=disable)
     assert loop.propose(batch_of(ROWS, 4)).tolist() == expected_drafts(ROWS, 4, 0)
     assert len(host.named("map_decode_slots")) == (1 if ahead or disable else 3)

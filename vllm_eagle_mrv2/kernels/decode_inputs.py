@@ -6,15 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.buffers import DraftBuffers
+from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 from vllm_eagle_mrv2.kernels.launching import launch
+from vllm_eagle_mrv2.kernels.slots import slot_arguments, slot_of
 
 _BLOCK = 1024
 
 
 # Batch sizes vary: a variant per value (1, multiples of 16) would be compiled in the middle of serving.
-@triton.jit(do_not_specialize=["num_rows", "max_num_reqs", "max_model_len"])
+@triton.jit(do_not_specialize=["num_rows", "max_num_reqs", "max_model_len", "blocks_stride", "block_size"])
 def _decode_inputs_kernel(
     drafted_ptr,
     feedback_ptr,
@@ -32,13 +33,19 @@ def _decode_inputs_kernel(
     hidden_states_ptr,
     hidden_states_stride,
     draft_step_ptr,
+    idx_mapping_ptr,
     hidden_size,
     num_rows,
     max_num_reqs,
     max_model_len,
+    blocks_ptr,
+    blocks_stride,
+    slots_ptr,
+    block_size,
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
     PAIRS: tl.constexpr,
+    SLOTS: tl.constexpr,
     SAMPLE_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -62,6 +69,8 @@ def _decode_inputs_kernel(
         values = tl.load(feedback_ptr + last * feedback_stride + column, mask=inside)
         tl.store(hidden_states_ptr + row * hidden_states_stride + column, values, mask=inside)
     if row >= live:
+        if SLOTS:
+            tl.store(slots_ptr + row, -1)
         return
 
     tl.store(input_ids_ptr + row, token.to(tl.int32))
@@ -70,6 +79,10 @@ def _decode_inputs_kernel(
     # Drafts past max_model_len are never accepted; the clamp keeps their memory accesses inside the block table.
     position = tl.minimum(sample_position - SAMPLE_OFFSET + 1, max_model_len - 1)
     tl.store(positions_ptr + row, position)
+    if SLOTS:
+        request = tl.load(idx_mapping_ptr + row).to(tl.int64)
+        slot = slot_of(blocks_ptr, blocks_stride, request, position, block_size, request >= 0)
+        tl.store(slots_ptr + row, tl.where(request >= 0, slot, -1))
     seq_len = tl.load(seq_lens_ptr + row) - tl.load(num_rejected_ptr + row) + 1
     tl.store(seq_lens_ptr + row, tl.minimum(seq_len, max_model_len))
 
@@ -80,6 +93,7 @@ def prepare_decode_inputs(
     feedback: torch.Tensor,
     num_rows: int,
     max_model_len: int,
+    slot_table: SlotTable | None = None,
     *,
     sample_offset: int = 0,
 ) -> None:
@@ -96,6 +110,7 @@ def prepare_decode_inputs(
         feedback: [n, hidden_size], hidden states of the draft prefill that the next step starts from; not the buffer.
         num_rows: rows to make; requests beyond them count as padding.
         max_model_len: positions and lengths are clamped to it.
+        slot_table: also write the slots of the rows' keys and values, -1 for padding.
         sample_offset: as for `prepare_prefill_inputs`.
     """
     launch(_decode_inputs_kernel, (num_rows + 1,))(
@@ -115,10 +130,12 @@ def prepare_decode_inputs(
         buffers.hidden_states,
         buffers.hidden_states.stride(0),
         buffers.draft_step,
+        buffers.idx_mapping,
         feedback.shape[1],
         num_rows,
         buffers.max_num_reqs,
         max_model_len,
+        **slot_arguments(slot_table),
         **how_drafted(drafted),
         SAMPLE_OFFSET=sample_offset,
         BLOCK=_BLOCK,
@@ -131,6 +148,7 @@ def prepare_decode_inputs_reference(
     feedback: torch.Tensor,
     num_rows: int,
     max_model_len: int,
+    slot_table: SlotTable | None = None,
     *,
     sample_offset: int = 0,
 ) -> None:
@@ -148,3 +166,10 @@ def prepare_decode_inputs_reference(
     steps = torch.arange(buffers.max_num_reqs + 1, device=buffers.query_start_loc.device)
     buffers.query_start_loc.copy_(steps.clamp(max=live))
     buffers.draft_step.fill_(1)
+    if slot_table is None:
+        return
+    slot_table.slots[:num_rows] = -1
+    for row in (buffers.idx_mapping[:live] >= 0).nonzero().flatten().tolist():
+        block, offset = divmod(int(buffers.positions[row]), slot_table.block_size)
+        first = int(slot_table.blocks[int(buffers.idx_mapping[row]), block]) * slot_table.block_size
+        slot_table.slots[row] = first + offset

@@ -9,6 +9,7 @@ import triton.language as tl
 from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 from vllm_eagle_mrv2.kernels.launching import launch
+from vllm_eagle_mrv2.kernels.slots import slot_arguments, slot_of
 
 _MAX_BLOCK = 4096
 
@@ -30,12 +31,12 @@ def _step_update_kernel(
     draft_step_ptr,
     query_start_loc_ptr,
     idx_mapping_ptr,
-    blocks_ptr,
-    blocks_stride,
-    slots_ptr,
     hidden_size,
     num_draft_tokens,
     max_model_len,
+    blocks_ptr,
+    blocks_stride,
+    slots_ptr,
     block_size,
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
@@ -63,8 +64,8 @@ def _step_update_kernel(
     if SLOTS:
         # The rows of a dummy run may have tokens, but name no request.
         looked_up = follows & has_token & (request >= 0)
-        block = tl.load(blocks_ptr + request * blocks_stride + position // block_size, mask=looked_up, other=0)
-        tl.store(slots_ptr + row, block.to(tl.int64) * block_size + position % block_size, mask=looked_up)
+        slot = slot_of(blocks_ptr, blocks_stride, request, position, block_size, looked_up)
+        tl.store(slots_ptr + row, slot, mask=looked_up)
     tl.store(draft_step_ptr + row, step + 1)
     tl.store(draft_tokens_ptr + row * draft_tokens_stride + step, token, mask=step < num_draft_tokens)
     tl.store(input_ids_ptr + row, token.to(tl.int32), mask=follows)
@@ -119,15 +120,11 @@ def update_after_step(
         buffers.draft_step,
         buffers.query_start_loc,
         buffers.idx_mapping,
-        slot_table.blocks if slot_table else None,
-        slot_table.blocks.stride(0) if slot_table else 0,
-        slot_table.slots if slot_table else None,
         hidden_size,
         num_draft_tokens,
         max_model_len,
-        slot_table.block_size if slot_table else 1,
+        **slot_arguments(slot_table),
         **how_drafted(drafted),
-        SLOTS=slot_table is not None,
         BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(hidden_size)),
     )
 

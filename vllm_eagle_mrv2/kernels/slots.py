@@ -1,0 +1,30 @@
+"""Where draft decodes put their keys and values, looked up by the kernel that makes their positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from vllm_eagle_mrv2.buffers import SlotTable
+
+
+@triton.jit
+def slot_of(blocks_ptr, blocks_stride, request, position, block_size, known):
+    """The slot of a request's token at a position; its block is looked up where both are `known`."""
+    block = tl.load(blocks_ptr + request * blocks_stride + position // block_size, mask=known, other=0)
+    return block.to(tl.int64) * block_size + position % block_size
+
+
+def slot_arguments(slot_table: SlotTable | None) -> dict[str, Any]:
+    """What a kernel that may write slots is given for them."""
+    if slot_table is None:
+        return {"blocks_ptr": None, "blocks_stride": 0, "slots_ptr": None, "block_size": 1, "SLOTS": False}
+    return {
+        "blocks_ptr": slot_table.blocks,
+        "blocks_stride": slot_table.blocks.stride(0),
+        "slots_ptr": slot_table.slots,
+        "block_size": slot_table.block_size,
+        "SLOTS": True,
+    }
