@@ -118,8 +118,10 @@ def call_every_kernel() -> None:
                 lengths = torch.tensor([1024, 0], dtype=torch.int32, device=DEVICE)
                 attention = SingleTokenAttention(6, 2, width, torch.device(DEVICE))
                 slots = torch.tensor([table[1] * 512 + 511, -1], device=DEVICE)
-                for own in ((), (query[:, :2], query[:, :2], slots)):
-                    attention(query, *cache.unbind(1), table.view(2, 2), lengths, 0.1, torch.empty_like(query), *own)
+                angles = {"positions": lengths.long(), "cos_sin": cache.view(-1, width)}
+                for own, turned in itertools.product(((), (query[:, :2], query[:, :2], slots)), ({}, angles)):
+                    out = torch.empty_like(query)
+                    attention(query, *cache.unbind(1), table.view(2, 2), lengths, 0.1, out, *own, **turned)
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
         kept = torch.zeros(8, 3, 5000, device=DEVICE)
         for (stored, mapped), flag, times in itertools.product(

@@ -80,14 +80,31 @@ def attention(
     device: torch.device,
     *,
     writes: bool,
+    rotates: bool,
 ) -> None:
-    """Launch attention of draft decodes, over a cache of blocks of ``block_size`` tokens, which it may write."""
+    """Launch attention of draft decodes, over a cache of blocks of ``block_size`` tokens.
+
+    Args:
+        writes: it writes the cache.
+        rotates: it turns by RoPE.
+    """
     kernel = SingleTokenAttention(num_heads, num_kv_heads, width, device, scratch=_META)
     query = torch.empty(1, num_heads, width, dtype=dtype, device=_META)
     keys, values = torch.empty(2, 16, block_size, num_kv_heads, width, dtype=dtype, device=_META)
     integers = torch.empty(1, 1, dtype=torch.int32, device=_META)
     own = (*torch.empty(2, 1, num_kv_heads, width, dtype=dtype, device=_META), integers[0].to(torch.int64))
-    kernel(query, keys, values, integers, integers[0], 1.0, query, *(own if writes else ()))
+    angles = {"positions": own[2], "cos_sin": torch.empty(16, width, dtype=dtype, device=_META)}
+    kernel(
+        query,
+        keys,
+        values,
+        integers,
+        integers[0],
+        1.0,
+        query,
+        *(own if writes else ()),
+        **(angles if rotates else {}),
+    )
 
 
 def between_passes(

@@ -2,13 +2,14 @@
 
 For one token a request FlashAttention 3 runs a kernel that makes a schedule, one that attends and one that puts its
 splits together; FlashInfer's own kernels run by a plan that the host makes, for which it waits for the lengths.  Ours
-reads each request's length itself, and writes the token's key and value into the cache, for which vLLM runs a kernel
-before.
+reads each request's length itself, turns the query and the key by RoPE, and writes the token's key and value into the
+cache, for which vLLM runs kernels before.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from vllm_eagle_mrv2 import compile_ahead
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 
+_ATTENTION = "vllm.model_executor.models.llama.LlamaAttention"
+"""The module that hands what RoPE returns to its attention layer, and nobody else."""
 _BACKENDS = "vllm.v1.attention.backends"
 _FLASH_ATTENTION = f"{_BACKENDS}.flash_attn.FlashAttentionImpl"
 _FLASHINFER = f"{_BACKENDS}.flashinfer.FlashInferImpl"
@@ -34,7 +37,41 @@ class DecodeMetadata:
     causal: bool = True
 
 
-def install(draft: torch.nn.Module, target: torch.nn.Module, block_size: int = 16) -> bool:
+class Rope(torch.nn.Module):
+    """Stands for a module's RoPE, which is left to attention.
+
+    Args:
+        stock: vLLM's.
+        positions: [T] int64, of every pass of the draft.
+    """
+
+    def __init__(self, stock: Any, positions: torch.Tensor) -> None:
+        super().__init__()
+        self.stock = stock
+        self._positions = [positions]  # of no state of the module's
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys as they are."""
+        return query, key
+
+    def turn(self, *heads: torch.Tensor) -> None:
+        """Turn queries and keys [n, heads, D], or one of them, in place; tokens may lie apart."""
+        rows = [each.view(len(each), each.shape[1] * each.shape[2]) for each in heads]
+        self.stock.forward_cuda(self._positions[0][: len(rows[0])], *rows)
+
+    def angles(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        """What our kernel turns by."""
+        return {"positions": self._positions[0][:num_tokens], "cos_sin": self.stock.cos_sin_cache}
+
+
+def install(
+    draft: torch.nn.Module,
+    target: torch.nn.Module,
+    block_size: int = 16,
+    positions: torch.Tensor | None = None,
+) -> bool:
     """Have a draft's plain FlashAttention and FlashInfer layers attend so where a batch has one token a request.
 
     FlashInfer's do so for `DecodeMetadata` alone: its builder's says nothing of lengths and blocks.
@@ -43,6 +80,8 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, block_size: int = 1
         draft: loaded.
         target: the target model, whose layers stay as they are.
         block_size: tokens in a block of the cache, for which the kernel is compiled ahead.
+        positions: [T] int64, in whose first rows every pass of the draft has its tokens' positions; None leaves RoPE
+            where it is.
 
     Returns:
         whether these are all attention layers of the draft, so that `DecodeMetadata` is all that draft decodes need.
@@ -51,17 +90,51 @@ def install(draft: torch.nn.Module, target: torch.nn.Module, block_size: int = 1
     layers = [module for module in draft.modules() if id(module) not in shared and hasattr(module, "impl")]
     kernels: dict[tuple[int, ...], SingleTokenAttention] = {}
     plain = [layer for layer in layers if _is_plain(layer.impl)]
+    ropes = {} if positions is None else _take_ropes(draft, plain, positions)
     for layer in plain:
-        _attend_by_ours(layer.impl, kernels)
+        _attend_by_ours(layer.impl, kernels, ropes.get(id(layer)))
     weight = next(draft.parameters(), None)
     all_are = len(plain) == len(layers) > 0
     if weight is not None:
-        for shape in {_shape(layer.impl) for layer in plain}:
+        kinds = {(_shape(layer.impl), id(layer) in ropes) for layer in plain}
+        for shape, rotates in kinds:
             launches = functools.partial(
-                compile_ahead.attention, *shape, block_size, weight.dtype, weight.device, writes=all_are
+                compile_ahead.attention,
+                *shape,
+                block_size,
+                weight.dtype,
+                weight.device,
+                writes=all_are,
+                rotates=rotates,
             )
             compile_ahead.submit(weight.device, launches)
     return all_are
+
+
+def _take_ropes(draft: torch.nn.Module, layers: list[Any], positions: torch.Tensor) -> dict[int, Rope]:
+    """Have modules leave RoPE to their attention layers, where these are among the given; by the layer's identity."""
+    known = {id(layer) for layer in layers}
+    taken: dict[int, Rope] = {}
+    for module in list(draft.modules()):
+        layer: Any = getattr(module, "attn", None)
+        if id(layer) in known and _name(module) == _ATTENTION and _is_plain_rope(module.rotary_emb, layer.impl):
+            module.rotary_emb = taken[id(layer)] = Rope(module.rotary_emb, positions)
+    return taken
+
+
+def _is_plain_rope(rope: Any, impl: Any) -> bool:
+    """Whether a module's RoPE turns whole heads by a table, in NeoX's order, whatever is in that table."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    return (
+        isinstance(rope, RotaryEmbedding)
+        and type(rope).forward_cuda is RotaryEmbedding.forward_cuda
+        and rope.is_neox_style
+        and rope.rotary_dim == rope.head_size == impl.head_size
+        and not getattr(rope, "use_flashinfer", False)
+        and rope.cos_sin_cache.is_contiguous()
+        and getattr(impl, "kv_sharing_target_layer_name", None) is None
+    )
 
 
 def _is_plain(impl: Any) -> bool:
@@ -89,10 +162,10 @@ def _shape(impl: Any) -> tuple[int, int, int]:
     return impl.num_heads, impl.num_kv_heads, impl.head_size
 
 
-def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention]) -> None:
+def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention], rope: Rope | None) -> None:
     stock_forward = impl.forward
     shape = _shape(impl)
-    slots = _leave_writing(impl)
+    update = _CacheUpdate(impl, rope)
 
     def forward(
         layer: Any,
@@ -112,7 +185,7 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
         elif _is_for_us(attn_metadata, query) and not any(each is not None for each in (*args, *kwargs.values())):
             num_reqs = attn_metadata.num_actual_tokens
             key_cache, value_cache = _caches(kv_cache, impl)
-            where = slots.pop() if slots else None
+            where, _ = update.taken()
             kernels[shape](
                 query[:num_reqs],
                 key_cache,
@@ -124,33 +197,47 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
                 key=None if where is None else key[:num_reqs],
                 value=None if where is None else value[:num_reqs],
                 slots=where,
+                **({} if rope is None else rope.angles(num_reqs)),
             )
             return output
+        elif rope is not None:
+            _, keys_are_turned = update.taken()
+            rope.turn(query, *([] if keys_are_turned else [key]))
         return stock_forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
 
     impl.forward = forward
 
 
-def _leave_writing(impl: Any) -> list[torch.Tensor]:
-    """Keep vLLM from writing a draft decode's keys and values, as attention will; the slots where, until it has.
+class _CacheUpdate:
+    """In the place of a layer's own: leaves a draft decode's keys and values to attention, which writes them.
 
     Passes by `DecodeMetadata` run eagerly or are captured whole: none has its writes in a graph, and attention not.
     """
-    slots: list[torch.Tensor] = []
-    stock_update = getattr(impl, "do_kv_cache_update", None)
-    if stock_update is None:
-        return slots
 
-    def update(
-        layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    def __init__(self, impl: Any, rope: Rope | None) -> None:
+        self._slots: torch.Tensor | None = None
+        self._turned = False
+        self._rope = rope
+        if hasattr(impl, "do_kv_cache_update"):
+            self._stock: Callable[..., None] = impl.do_kv_cache_update
+            impl.do_kv_cache_update = self
+
+    def __call__(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         if key.dtype == kv_cache.dtype and isinstance(_metadata_of(layer), DecodeMetadata):
-            slots[:] = [slot_mapping]
-        else:
-            stock_update(layer, key, value, kv_cache, slot_mapping)
+            self._slots = slot_mapping
+            return
+        if self._rope is not None:
+            self._rope.turn(key)
+            self._turned = True
+        self._stock(layer, key, value, kv_cache, slot_mapping)
 
-    impl.do_kv_cache_update = update
-    return slots
+    def taken(self) -> tuple[torch.Tensor | None, bool]:
+        """For attention, once a pass: where it is to write, if it is; whether RoPE has turned the keys already."""
+        found = self._slots, self._turned
+        self._slots, self._turned = None, False
+        return found
 
 
 def _metadata_of(layer: Any) -> Any:

@@ -64,7 +64,8 @@ drafts = functools.partial(compile_ahead.sampling, buffers) if sampled else comp
 with compiles_alone():
     compile_ahead.between_passes(buffers, functools.partial(drafts, head, offsets), 4096, 1)
     for writes in (True, False):
-        compile_ahead.attention(8, 2, 64, 16, dtype, cpu, writes=writes)
+        for rotates in (True, False):
+            compile_ahead.attention(8, 2, 64, 16, dtype, cpu, writes=writes, rotates=rotates)
 assert not launched, launched
 
 queue = BatchQueue(cpu, filters=False)
@@ -91,7 +92,8 @@ attend = SingleTokenAttention(8, 2, 64, cpu)
 row = torch.empty(5, 12 * 64, dtype=dtype)  # of a projection, of which values are a view
 for own in ((), (query[:, :2].clone(), row[:, 640:].unflatten(1, (2, 64)), torch.zeros(5, dtype=torch.int64))):
     tables = torch.zeros(5, 48, dtype=torch.int32)
-    attend(query, *cache.unbind(1), tables, lengths, 0.125, torch.empty_like(query), *own)
+    for angles in ({}, {"positions": lengths.long(), "cos_sin": torch.empty(4096, 64, dtype=dtype)}):
+        attend(query, *cache.unbind(1), tables, lengths, 0.125, torch.empty_like(query), *own, **angles)
 print(sorted({variant[0] for variant in launched - compiled}))
 """
 

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm_eagle_mrv2 import draft_attention
 from vllm_eagle_mrv2.draft_attention import DecodeMetadata
-from vllm_eagle_mrv2.kernels.single_token_attention import single_token_attention_reference
+from vllm_eagle_mrv2.kernels.single_token_attention import rotated_reference, single_token_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, KV_HEADS, WIDTH, BLOCK = 4, 2, 16, 16
@@ -194,3 +194,102 @@ def test_the_targets_layers_stay() -> None:
     layer = Layer()
     assert not draft_attention.install(nn.ModuleList([layer]), nn.ModuleList([layer]))
     assert "forward" not in vars(layer.impl)
+
+
+class Module(nn.Module):
+    """As vLLM's around an attention layer."""
+
+    def __init__(self, rope: dict[str, Any]) -> None:
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+        super().__init__()
+        self.attn = Layer()
+        plain = {"head_size": WIDTH, "rotary_dim": WIDTH, "max_position_embeddings": 64, "is_neox_style": True}
+        with set_current_vllm_config(VllmConfig()):
+            self.rotary_emb = RotaryEmbedding(**plain | rope, base=100, dtype=torch.float16).to(DEVICE)
+
+
+def run(module: Module, of_batch: Any, update: bool = True) -> dict[str, torch.Tensor]:
+    """One pass over three tokens: what goes in, what the layer's own code was given, and what came of it."""
+    generator = torch.Generator().manual_seed(2)
+    row = torch.randn(3, (HEADS + 2 * KV_HEADS) * WIDTH, generator=generator).to(DEVICE, torch.float16)
+    flat = row.split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], dim=-1)
+    found = {"query": flat[0].unflatten(1, (-1, WIDTH)).clone(), "key": flat[1].unflatten(1, (-1, WIDTH)).clone()}
+    query, key = module.rotary_emb(torch.zeros(3, dtype=torch.int64, device=DEVICE), flat[0], flat[1])
+    query, key, value = (each.unflatten(1, (-1, WIDTH)) for each in (query, key, flat[2]))
+    cache = torch.randn(2, 9, BLOCK, KV_HEADS, WIDTH, generator=generator).to(DEVICE, torch.float16)
+    output = torch.zeros(3, HEADS, WIDTH, dtype=torch.float16, device=DEVICE)
+    impl = module.attn.impl
+    impl.forward(module.attn, query, key, value, cache, None, output)  # the profile run turns nothing
+    assert key.equal(found["key"])
+    if update:
+        impl.do_kv_cache_update(module.attn, key, value, cache, torch.tensor([4, 5 * BLOCK + 7, -1], device=DEVICE))
+    impl.forward(module.attn, query, key, value, cache, of_batch, output)
+    return found | {"given query": query, "given key": key, "value": value, "cache": cache, "output": output}
+
+
+@pytest.fixture
+def rope_is_left(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Module, torch.Tensor]]:
+    """Makes a module whose RoPE was left to attention, and the positions that it goes by."""
+    monkeypatch.setattr(draft_attention, "_ATTENTION", f"{Module.__module__}.{Module.__qualname__}")
+    monkeypatch.setattr(draft_attention, "_two_come_first", lambda: True)
+    monkeypatch.setattr(Impl, "do_kv_cache_update", lambda self, *args: None)
+
+    def make(of_batch: Any, **rope: Any) -> tuple[Module, torch.Tensor]:
+        context = SimpleNamespace(attn_metadata={Layer.layer_name: of_batch})
+        monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+        module, positions = Module(rope), torch.tensor([40, 3, 17, 5], device=DEVICE)
+        draft_attention.install(nn.ModuleList([module]), nn.Module(), positions=positions)
+        return module, positions[:3]
+
+    return make
+
+
+@pytest.mark.parametrize("of_batch", [metadata, own_metadata])
+def test_our_kernel_turns_by_rope(of_batch: Callable[[], Any], rope_is_left: Callable[..., Any]) -> None:
+    """The queries always, and the keys where it writes them."""
+    batch = of_batch()
+    module, positions = rope_is_left(batch)
+    table = module.rotary_emb.stock.cos_sin_cache
+    found = run(module, batch)
+    key = rotated_reference(found["key"], positions, table)
+    writes = isinstance(batch, DecodeMetadata)
+    assert found["given query"].equal(found["query"])
+    torch.testing.assert_close(found["given key"], found["key"] if writes else key, rtol=0.01, atol=0.01)
+    cache = found["cache"].clone()
+    for request, place in enumerate([(0, 4), (5, 7)] if writes else []):
+        torch.testing.assert_close(cache[(0, *place)], key[request], rtol=0.01, atol=0.01)
+        assert cache[(1, *place)].equal(found["value"][request])
+    if writes:
+        return  # what is attended to is seen in the kernel's own tests
+    query = rotated_reference(found["query"], positions, table)
+    lengths = torch.tensor(LENGTHS)
+    expected = single_token_attention_reference(query, *cache, batch.block_table, lengths, 0.25)
+    torch.testing.assert_close(found["output"].float(), expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_rope_comes_before_vllms_own_attention(update: bool, rope_is_left: Callable[..., Any]) -> None:
+    """Once, whether or not keys are written apart from it."""
+    batch = metadata(max_query_len=2)
+    module, positions = rope_is_left(batch)
+    for _ in range(2):
+        found = run(module, batch, update)
+        for name in ("query", "key"):
+            turned = rotated_reference(found[name], positions, module.rotary_emb.stock.cos_sin_cache)
+            torch.testing.assert_close(found[f"given {name}"], turned, rtol=0.01, atol=0.01)
+        assert (found["output"] == 7).all()
+
+
+@pytest.mark.parametrize("other", [{"is_neox_style": False}, {"rotary_dim": WIDTH // 2}], ids=str)
+def test_another_rope_stays(other: dict[str, Any], rope_is_left: Callable[..., Any]) -> None:
+    module, _ = rope_is_left(own_metadata(), **other)
+    assert not isinstance(module.rotary_emb, draft_attention.Rope)
+
+
+def test_without_positions_rope_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_attention, "_ATTENTION", f"{Module.__module__}.{Module.__qualname__}")
+    module = Module({})
+    draft_attention.install(nn.ModuleList([module]), nn.Module())
+    assert not isinstance(module.rotary_emb, draft_attention.Rope)

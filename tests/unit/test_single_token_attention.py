@@ -10,7 +10,11 @@ import torch
 pytest.importorskip("triton")
 
 from vllm_eagle_mrv2.kernels import single_token_attention
-from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention, single_token_attention_reference
+from vllm_eagle_mrv2.kernels.single_token_attention import (
+    SingleTokenAttention,
+    rotated_reference,
+    single_token_attention_reference,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies bfloat16 matrices as if they were integers.
@@ -19,7 +23,14 @@ LENGTHS = [1, 2, 63, 64, 65, 128, 255, 256, 257, 300, 512, 513, 700]
 
 
 def attend(
-    lengths: list[int], heads: int, kv_heads: int, width: int, block_size: int, times: int = 1, writes: bool = False
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    width: int,
+    block_size: int,
+    times: int = 1,
+    writes: bool = False,
+    rotates: bool = False,
 ) -> SingleTokenAttention:
     n, pages = len(lengths), [-(-length // block_size) for length in lengths]
     generator = torch.Generator().manual_seed(sum(lengths) + heads)
@@ -39,7 +50,10 @@ def attend(
         if length % block_size:
             cache[table[request, length // block_size].long(), :, length % block_size :] = torch.nan
     attention = SingleTokenAttention(heads, kv_heads, width, DEVICE)
-    expected = single_token_attention_reference(query, cache[:, 0], cache[:, 1], table, seq_lens, width**-0.5)
+    # RoPE goes by the positions, whatever they have to do with the lengths.
+    positions, cos_sin = torch.randint(0, 50, (n,), generator=generator).to(DEVICE), random(50, width)
+    angles = {"positions": positions, "cos_sin": cos_sin} if rotates else {}
+    turned = rotated_reference(query, **angles) if rotates else query
     complete, own = cache.clone(), []
     if writes:
         position = (seq_lens.long() - 1).clamp(min=0)
@@ -48,16 +62,19 @@ def attend(
         rows = torch.stack([random(n, (heads + 2 * kv_heads) * width) for _ in range(2)])
         own = [each[:, -kv_heads * width :].unflatten(-1, (-1, width)) for each in rows]
         slots = torch.where(seq_lens > 0, block * block_size + offset, -1)
+        stored = [rotated_reference(own[0], **angles), own[1]] if rotates else own
         for request in (seq_lens > 0).nonzero().flatten().tolist():
-            for which, each in enumerate(own):
-                each[request] = cache[block[request], which, offset[request]]
+            for which, each in enumerate(stored):
+                complete[block[request], which, offset[request]] = each[request]
                 cache[block[request], which, offset[request]] = torch.nan
         own.append(slots)
+    expected = single_token_attention_reference(turned, complete[:, 0], complete[:, 1], table, seq_lens, width**-0.5)
+    ulp = 0.01 if rotates else 0.0  # a GPU multiplies and adds in one
     for _ in range(times):
         out = torch.full((n, heads, width), torch.nan, device=DEVICE, dtype=DTYPE)
-        attention(query, cache[:, 0], cache[:, 1], table, seq_lens, width**-0.5, out, *own)
+        attention(query, cache[:, 0], cache[:, 1], table, seq_lens, width**-0.5, out, *own, **angles)
         torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=0.01)
-        torch.testing.assert_close(cache, complete, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(cache, complete, rtol=ulp, atol=ulp, equal_nan=True)
     assert not attention._arrived.any()
     return attention
 
@@ -83,6 +100,13 @@ def test_batches_with_padding(n: int) -> None:
 def test_a_tokens_own_key_and_value_are_written(lengths: list[int]) -> None:
     """And attended to, though the cache did not have them."""
     attend(lengths, 6, 2, 16, 16, times=2, writes=True)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize("lengths", [[1], [257], [700], [70, 0, 300]], ids=str)
+def test_queries_and_own_keys_are_turned_by_their_positions(lengths: list[int], width: int, writes: bool) -> None:
+    attend(lengths, 6, 2, width, 16, times=2, writes=writes, rotates=True)
 
 
 def test_a_row_without_a_slot_writes_nothing() -> None:
@@ -159,9 +183,9 @@ def test_one_variant_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes in the interpreter")
 @pytest.mark.parametrize(("n", "length"), [(1, 32_000), (8, 4000), (64, 300), (256, 40)])
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("writes", [False, True])
-def test_a_draft_of_a_served_model(n: int, length: int, width: int, writes: bool) -> None:
-    attend([max(1, length - i) for i in range(n)], 32, 8, width, 16, times=2, writes=writes)
+@pytest.mark.parametrize(("writes", "rotates"), [(False, False), (True, False), (True, True)])
+def test_a_draft_of_a_served_model(n: int, length: int, width: int, writes: bool, rotates: bool) -> None:
+    attend([max(1, length - i) for i in range(n)], 32, 8, width, 16, times=2, writes=writes, rotates=rotates)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes in the interpreter")

@@ -112,7 +112,9 @@ class StockHost(DraftGraphs):
         greedy = self.draft_logits is None and self.options.enabled(Behaviour.TWO_STAGE_ARGMAX)
         if self.options.enabled(Behaviour.SINGLE_TOKEN_ATTENTION):
             block_size = self.vllm_config.cache_config.block_size or 16
-            self._attends_by_ours = draft_attention.install(self.model, target_model, block_size)
+            # A rank of prefill context parallelism runs its part of the tokens, at other positions.
+            positions = None if self._prefills_in_parts else self.loop.buffers.positions
+            self._attends_by_ours = draft_attention.install(self.model, target_model, block_size, positions)
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
             few = self._draft_few_rows if greedy and offsets is None else None
             row_products.install(self.model, target_model, self._draft_logits, few)
@@ -155,12 +157,16 @@ class StockHost(DraftGraphs):
         return (
             self._attends_by_ours
             and self.block_tables.cp_size == 1
-            and getattr(self.vllm_config.parallel_config, "prefill_context_parallel_size", 1) == 1
+            and not self._prefills_in_parts
             # From 0.32 on a backend may have smaller blocks than the tables name.
             and not any(getattr(group, "kernel_block_size", None) for group in chain.from_iterable(self.attn_groups))
             # Kernels that need no plan are FlashInfer's choice on newer GPUs, and stay.
             and not any(getattr(builder, "use_trtllm_decode_attention", False) for builder in self._builders())
         )
+
+    @property
+    def _prefills_in_parts(self) -> bool:
+        return bool(getattr(self.vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1)
 
     def decode_metadata(self, num_reqs: int) -> dict[str, DecodeMetadata]:
         """Attention metadata of draft decodes, by layer; lengths and blocks are those that the buffers will hold."""

@@ -80,6 +80,13 @@ def _request_of(further, seq_lens_ptr, num_reqs, limit, TILE: tl.constexpr, LANE
     return tl.minimum(request, num_reqs)
 
 
+@triton.jit
+def _rotated(values, partners, cos, sin, column, WIDTH: tl.constexpr):
+    """Values turned by RoPE, each with the one half a head from it (NeoX's order)."""
+    turned = values.to(tl.float32) * cos + tl.where(column < WIDTH // 2, -sin, sin) * partners.to(tl.float32)
+    return turned.to(values.dtype)
+
+
 # Batch sizes vary: a variant per value would be compiled in the middle of serving.
 @triton.jit(do_not_specialize=["table_stride", "num_reqs"])
 def _single_token_attention_kernel(
@@ -104,6 +111,8 @@ def _single_token_attention_kernel(
     value_ptr,
     value_stride,
     slots_ptr,
+    positions_ptr,
+    cos_sin_ptr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -114,6 +123,7 @@ def _single_token_attention_kernel(
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
     WRITES: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
     head = tl.program_id(0)
     # A first split for each request, then SPREAD - 1 further ones for whoever is worth more.
@@ -144,11 +154,14 @@ def _single_token_attention_kernel(
     splits = tl.cdiv(length, share)
     if split >= splits:
         return  # nobody's, where a lone request was not searched for
-    query = tl.load(
-        query_ptr + request.to(tl.int64) * query_stride + (head * GROUP + row[:, None]) * WIDTH + column[None, :],
-        mask=mine[:, None],
-        other=0.0,
-    )
+    queries = query_ptr + request.to(tl.int64) * query_stride + (head * GROUP + row[:, None]) * WIDTH
+    query = tl.load(queries + column[None, :], mask=mine[:, None], other=0.0)
+    if ROTATES:
+        partner = (column + WIDTH // 2) % WIDTH
+        angles = cos_sin_ptr + tl.load(positions_ptr + request) * WIDTH + column % (WIDTH // 2)
+        cos, sin = tl.load(angles).to(tl.float32), tl.load(angles + WIDTH // 2).to(tl.float32)
+        partners = tl.load(queries + partner[None, :], mask=mine[:, None], other=0.0)
+        query = _rotated(query, partners, cos[None, :], sin[None, :], column[None, :], WIDTH)
     table = table_ptr + request.to(tl.int64) * table_stride
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -160,7 +173,10 @@ def _single_token_attention_kernel(
         end = tl.minimum(end, length - 1)
         last = split == splits - 1
         slot = tl.load(slots_ptr + request, mask=last, other=-1)  # -1 in the rows of a dummy run
-        key = tl.load(key_ptr + request.to(tl.int64) * key_stride + head * WIDTH + column)
+        keys_own = key_ptr + request.to(tl.int64) * key_stride + head * WIDTH
+        key = tl.load(keys_own + column)
+        if ROTATES:
+            key = _rotated(key, tl.load(keys_own + partner), cos, sin, column, WIDTH)
         value = tl.load(value_ptr + request.to(tl.int64) * value_stride + head * WIDTH + column)
     for start in tl.range(split * share, end, TILE, num_stages=STAGES):
         token = start + tl.arange(0, TILE)
@@ -263,6 +279,8 @@ class SingleTokenAttention:
         key: torch.Tensor | None = None,
         value: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend; the token's own key and value are in the cache, or are written there.
 
@@ -277,6 +295,9 @@ class SingleTokenAttention:
             key: [n, kv_heads, D] of the cache's dtype, the tokens' own, each contiguous; None where the cache has them.
             value: likewise.
             slots: [n] int64, where in the cache they belong; those at -1 are not written.
+            positions: [n] int64, where RoPE is yet to turn the queries and the keys given here.
+            cos_sin: [max_model_len, D] contiguous, for each position D/2 cosines and then the sines, as in vLLM's
+                ``RotaryEmbedding`` of NeoX's order; given with positions.
         """
         num_reqs = query.shape[0]
         launch(_single_token_attention_kernel, (self.num_kv_heads, num_reqs + self._spread - 1))(
@@ -299,6 +320,8 @@ class SingleTokenAttention:
             value,
             0 if value is None else value.stride(0),
             slots,
+            positions,
+            cos_sin,
             GROUP=self.group,
             ROWS=self.rows,
             WIDTH=self.width,
@@ -309,6 +332,7 @@ class SingleTokenAttention:
             LANES=_LANES,
             STAGES=self._stages,
             WRITES=key is not None,
+            ROTATES=positions is not None,
             num_warps=self._warps,
         )
         return out
@@ -334,3 +358,11 @@ def single_token_attention_reference(
             scores = torch.einsum("hd,thd->ht", query[request].float(), keys) * scale
             out[request] = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
     return out
+
+
+def rotated_reference(heads: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Queries or keys [n, heads, D] as RoPE turns them, in plain torch."""
+    cos, sin = cos_sin[positions].float().chunk(2, dim=-1)
+    first, second = heads.float().chunk(2, dim=-1)
+    turned = (first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None])
+    return torch.cat(turned, dim=-1).to(heads.dtype)
