@@ -1,13 +1,14 @@
 """Draft decodes by `DecodeMetadata` alone, on a CPU whose layers stand in for those that attend by our kernel.
 
-They attend by the CPU's own, to which they say what `DecodeMetadata` says, and write what vLLM was kept from writing.
+They attend by the CPU's own, to which they say what `DecodeMetadata` says, write what vLLM was kept from writing, and
+turn by RoPE what the model has left as it was.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,16 +41,20 @@ def layers_that_need_no_builder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Builder, "__init__", making)
 
-    def attend(impl: Any, kernels: Any) -> None:
+    def attend(impl: Any, kernels: Any, rope: Any) -> None:
         stock, write = impl.forward, impl.do_kv_cache_update
-        slots = draft_attention._leave_writing(impl)
+        update = draft_attention._CacheUpdate(impl, rope)
+        assert rope is not None
 
         def forward(
             layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, **further: Any
         ) -> Any:
-            assert len(slots) == isinstance(metadata, DecodeMetadata)
-            if isinstance(metadata, DecodeMetadata):
-                write(layer, key, value, cache, slots.pop())
+            slots, keys_are_turned = update.taken()
+            assert (slots is not None) is isinstance(metadata, DecodeMetadata)
+            if metadata is not None:
+                rope.turn(query, *([] if keys_are_turned else [key]))
+            if slots is not None:
+                write(layer, key, value, cache, slots)
                 live = int((metadata.seq_lens > 0).sum())
                 seq_lens, starts = metadata.seq_lens[:live], torch.arange(live + 1, dtype=torch.int32)
                 schedule = ops.cpu_attn_get_scheduler_metadata(
@@ -116,31 +121,54 @@ def recorded(speculator: Any) -> list[bool]:
     return right
 
 
+def drafts_of(speculator: Any) -> list[list[int]]:
+    """The draft tokens of each request and batch from now on; filled as they come."""
+    drafts: list[list[int]] = []
+    propose = speculator.loop.propose
+
+    def proposing(batch: Any) -> torch.Tensor:
+        drafted: torch.Tensor = propose(batch)
+        drafts.extend(drafted.tolist())
+        return drafted
+
+    speculator.loop.propose = proposing
+    return drafts
+
+
+class ByBuilders(NamedTuple):
+    """Where the host builds the metadata of every step, and the model turns by RoPE."""
+
+    tokens: list[list[int]]  # without speculation
+    acceptance: list[float]  # by position
+    drafts: list[list[int]]
+
+
 @pytest.fixture(scope="module")
-def by_builders() -> tuple[list[list[int]], list[float]]:
-    """Tokens without speculation, and acceptance by position where the host builds the metadata of every step."""
+def by_builders() -> ByBuilders:
     with engine(None) as llm:
         tokens = greedy(llm, PROMPTS, TOKENS)
     with engine("eagle_mrv2", k=K, options=OFF) as llm:
-        builds, acceptance = counted_builds(llm), Acceptance(llm)
+        builds, acceptance, drafts = counted_builds(llm), Acceptance(llm), drafts_of(speculator_of(llm))
         greedy(llm, PROMPTS, TOKENS)
         assert builds[1] > 10
-        return tokens, acceptance.by_position
+        return ByBuilders(tokens, acceptance.by_position, drafts)
 
 
-def test_nothing_is_built_for_draft_decodes(by_builders: tuple[list[list[int]], list[float]]) -> None:
+def test_nothing_is_built_for_draft_decodes(by_builders: ByBuilders) -> None:
     with engine("eagle_mrv2", k=K) as llm:
-        builds, acceptance, right = counted_builds(llm), Acceptance(llm), recorded(speculator_of(llm))
-        assert greedy(llm, PROMPTS, TOKENS) == by_builders[0]
-        assert acceptance.by_position == pytest.approx(by_builders[1], abs=0.03)
+        speculator = speculator_of(llm)
+        builds, acceptance, right = counted_builds(llm), Acceptance(llm), recorded(speculator)
+        drafts = drafts_of(speculator)
+        assert greedy(llm, PROMPTS, TOKENS) == by_builders.tokens
+        assert acceptance.by_position == pytest.approx(by_builders.acceptance, abs=0.03)
+        assert len(drafts) > 10
+        assert drafts == by_builders.drafts
         assert builds[1] == 0
         assert len(right) > 10
         assert all(right)
 
 
-def test_one_graph_of_all_draft_decodes(
-    by_builders: tuple[list[list[int]], list[float]], draft_decode_graphs: Draw
-) -> None:
+def test_one_graph_of_all_draft_decodes(by_builders: ByBuilders, draft_decode_graphs: Draw) -> None:
     from vllm.config.compilation import CUDAGraphMode
 
     with engine("eagle_mrv2", k=K) as llm:
@@ -151,8 +179,8 @@ def test_one_graph_of_all_draft_decodes(
         replayed = draft_decode_graphs(llm)
         assert speculator.refreshes_in_graph
         acceptance, right = Acceptance(llm), recorded(speculator)
-        assert greedy(llm, PROMPTS, TOKENS) == by_builders[0]
-        assert acceptance.by_position == pytest.approx(by_builders[1], abs=0.03)
+        assert greedy(llm, PROMPTS, TOKENS) == by_builders.tokens
+        assert acceptance.by_position == pytest.approx(by_builders.acceptance, abs=0.03)
         assert builds[1] == 0
         # Five requests in a graph of eight: three rows of padding.
         assert {descriptor.num_reqs for descriptor in replayed} >= {8}
