@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from vllm_eagle_mrv2.kernels.few_rows_product import MAX_ROWS, few_rows_by_temperature, few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
-from vllm_eagle_mrv2.kernels.row_product import row_product
+from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 
@@ -97,6 +97,24 @@ def row_products() -> Cases:
         )
 
 
+def gated_products() -> Cases:
+    """The same for a row's gates and their factors, beside our product and PyTorch's activation behind it."""
+
+    def apart(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        gate, up = row_product(row, weight).chunk(2)
+        return F.silu(gate) * up
+
+    for name in ("1b gate_up", "8b gate_up"):
+        outputs, width = PRODUCTS[name]
+        row, weights = torch.randn(width, device="cuda", dtype=torch.bfloat16), copies_of(outputs, width)
+        yield (
+            name,
+            [partial(gated_row_product, row, weight) for weight in weights],
+            [partial(apart, row, weight) for weight in weights],
+            outputs * width * 2,
+        )
+
+
 def few_rows(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Cases:
     """The same for a few rows with a wide head, of two functions of rows and weights."""
     for outputs, width in ((128_256, 2048), (128_256, 4096), (32_000, 4096)):
@@ -136,15 +154,16 @@ def argmaxes() -> Cases:
             yield f"{rows} x {width}", [partial(argmax_keys, logits)] * 20, [partial(logits.argmax, dim=-1)] * 20, 0
 
 
-def attentions(*, writes: bool) -> Cases:
+def attentions(*, writes: bool, turns: bool = False) -> Cases:
     """The same for one token a request, with 32 heads over 8 of keys and values in pages of 16 tokens.
 
     Args:
         writes: the tokens' own keys and values are yet to be written, for which vLLM has a kernel.
+        turns: these and the queries are yet to be turned by RoPE, for which it has one as well.
     """
     if find_spec("vllm") is None:
         return
-    from vllm._custom_ops import reshape_and_cache_flash
+    from vllm._custom_ops import reshape_and_cache_flash, rotary_embedding
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     heads, kv_heads, page = 32, 8, 16
@@ -159,15 +178,27 @@ def attentions(*, writes: bool) -> Cases:
         attention = SingleTokenAttention(heads, kv_heads, width, query.device)
         last, one = lengths.long() - 1, torch.ones(1, device="cuda")
         slots = table[torch.arange(len(of), device="cuda"), last // page].long() * page + last % page
-        own = (query[:, :kv_heads], query[:, kv_heads : 2 * kv_heads], slots) if writes else ()
+        keys_and_values = torch.randn(2, len(of), kv_heads, width, device="cuda", dtype=torch.bfloat16)
+        own = (*keys_and_values, slots) if writes else ()
+        cos_sin = torch.ones(max(of), width, device="cuda", dtype=torch.bfloat16)
+        cos_sin[:, width // 2 :] = 0  # turned again in each call, in place
+        angles = {"positions": last, "cos_sin": cos_sin} if turns else {}
         mine = (query, table, lengths)
         all_of = (*mine, starts, max(of))
 
-        def ours(cache: torch.Tensor, attention: Any = attention, of: Any = mine, own: Any = own) -> Any:
-            return attention(of[0], *cache.unbind(1), *of[1:], of[0].shape[-1] ** -0.5, torch.empty_like(of[0]), *own)
+        def ours(
+            cache: torch.Tensor, attention: Any = attention, of: Any = mine, own: Any = own, angles: Any = angles
+        ) -> Any:
+            out, scale = torch.empty_like(of[0]), of[0].shape[-1] ** -0.5
+            return attention(of[0], *cache.unbind(1), *of[1:], scale, out, *own, **angles)
 
-        def theirs(cache: torch.Tensor, of: Any = all_of, own: Any = own, scale: Any = one) -> Any:
+        def theirs(
+            cache: torch.Tensor, of: Any = all_of, own: Any = own, scale: Any = one, angles: Any = angles
+        ) -> Any:
             query, table, lengths, starts, longest = of
+            if angles:
+                rows = (query.flatten(1), own[0].flatten(1))
+                rotary_embedding(angles["positions"], *rows, query.shape[-1], angles["cos_sin"], True)
             if own:
                 reshape_and_cache_flash(*own[:2], *cache.unbind(1), own[2], "auto", scale, scale)
             schedule = get_scheduler_metadata(
@@ -213,12 +244,14 @@ def attentions(*, writes: bool) -> Cases:
 
 KERNELS: dict[str, Callable[[], Cases]] = {
     "row_product": row_products,
+    "gated_row_product": gated_products,
     "few_rows_product": partial(few_rows, few_rows_product, F.linear),
     "few_rows_keys": partial(few_rows, few_rows_keys, argmax_of_product),
     "few_rows_by_temperature": sampled,
     "argmax_keys": argmaxes,
     "single_token_attention": partial(attentions, writes=False),
     "writing_attention": partial(attentions, writes=True),
+    "turning_attention": partial(attentions, writes=True, turns=True),
 }
 
 
