@@ -48,7 +48,7 @@ class Rope(torch.nn.Module):
     def __init__(self, stock: Any, positions: torch.Tensor) -> None:
         super().__init__()
         self.stock = stock
-        self._positions = [positions]  # of no state of the module's
+        self._positions = positions
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -59,11 +59,11 @@ class Rope(torch.nn.Module):
     def turn(self, *heads: torch.Tensor) -> None:
         """Turn queries and keys [n, heads, D], or one of them, in place; tokens may lie apart."""
         rows = [each.view(len(each), each.shape[1] * each.shape[2]) for each in heads]
-        self.stock.forward_cuda(self._positions[0][: len(rows[0])], *rows)
+        self.stock.forward_cuda(self._positions[: len(rows[0])], *rows)
 
     def angles(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """What our kernel turns by."""
-        return {"positions": self._positions[0][:num_tokens], "cos_sin": self.stock.cos_sin_cache}
+        return {"positions": self._positions[:num_tokens], "cos_sin": self.stock.cos_sin_cache}
 
 
 def install(

@@ -112,7 +112,7 @@ class StockHost(DraftGraphs):
         greedy = self.draft_logits is None and self.options.enabled(Behaviour.TWO_STAGE_ARGMAX)
         if self.options.enabled(Behaviour.SINGLE_TOKEN_ATTENTION):
             block_size = self.vllm_config.cache_config.block_size or 16
-            # A rank of prefill context parallelism runs its part of the tokens, at other positions.
+            # A rank that runs a part of the tokens does so at positions of its own.
             positions = None if self._prefills_in_parts else self.loop.buffers.positions
             self._attends_by_ours = draft_attention.install(self.model, target_model, block_size, positions)
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
@@ -166,6 +166,7 @@ class StockHost(DraftGraphs):
 
     @property
     def _prefills_in_parts(self) -> bool:
+        """Whether ranks share a prefill's tokens out among them."""
         return bool(getattr(self.vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1)
 
     def decode_metadata(self, num_reqs: int) -> dict[str, DecodeMetadata]:
