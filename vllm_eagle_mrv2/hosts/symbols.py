@@ -79,6 +79,7 @@ _FLASH = "vllm.v1.attention.backends.flash_attn"
 _ATTENTION = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
 _UPDATE = ("layer", "key", "value", "kv_cache", "slot_mapping")
 _HEAD = ("lm_head", "hidden_states", "embedding_bias")
+_ROPE = f"{_LAYERS}.rotary_embedding.base"
 DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol("vllm.config.model", "ModelConfig.get_vocab_size", ()),
     Symbol("vllm.config.vllm", "VllmConfig.additional_config", why="our name goes there"),
@@ -110,6 +111,11 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol(_FLASH, "FlashAttentionImpl.do_kv_cache_update", _UPDATE, why="replaced there too"),
     Symbol("vllm.forward_context", "get_forward_context", (), why="says what a layer will attend by"),
     Symbol("vllm.forward_context", "ForwardContext.attn_metadata"),
+    Symbol(_ROPE, "RotaryEmbedding.forward_cuda", ("positions", "query", "key"), why="called ahead of attention"),
+    *(
+        Symbol(_ROPE, f"RotaryEmbedding.{name}")
+        for name in ("head_size", "rotary_dim", "is_neox_style", "cos_sin_cache")
+    ),
     *(
         Symbol(_FLASH, f"FlashAttentionImpl.{name}")
         for name in (
