@@ -235,3 +235,17 @@ class Acceptance:
     def by_position(self) -> list[float]:
         """Share of drafts accepted at each position."""
         return [accepted / self.drafts for accepted in self._since("num_accepted_tokens_per_pos")]
+
+
+def recorded_drafts(speculator: Any) -> list[list[int]]:
+    """The draft tokens of each request and batch from now on; filled as they come."""
+    drafts: list[list[int]] = []
+    propose = speculator.loop.propose
+
+    def proposing(batch: Any) -> Any:
+        drafted = propose(batch)
+        drafts.extend(drafted.tolist())
+        return drafted
+
+    speculator.loop.propose = proposing
+    return drafts

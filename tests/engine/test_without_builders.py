@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_graphs import SIZES, Draw
-from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, speculator_of
+from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, recorded_drafts, speculator_of
 
 from vllm_eagle_mrv2 import draft_attention
 from vllm_eagle_mrv2.draft_attention import DecodeMetadata
@@ -121,20 +121,6 @@ def recorded(speculator: Any) -> list[bool]:
     return right
 
 
-def drafts_of(speculator: Any) -> list[list[int]]:
-    """The draft tokens of each request and batch from now on; filled as they come."""
-    drafts: list[list[int]] = []
-    propose = speculator.loop.propose
-
-    def proposing(batch: Any) -> torch.Tensor:
-        drafted: torch.Tensor = propose(batch)
-        drafts.extend(drafted.tolist())
-        return drafted
-
-    speculator.loop.propose = proposing
-    return drafts
-
-
 class ByBuilders(NamedTuple):
     """Where the host builds the metadata of every step, and the model turns by RoPE."""
 
@@ -148,7 +134,7 @@ def by_builders() -> ByBuilders:
     with engine(None) as llm:
         tokens = greedy(llm, PROMPTS, TOKENS)
     with engine("eagle_mrv2", k=K, options=OFF) as llm:
-        builds, acceptance, drafts = counted_builds(llm), Acceptance(llm), drafts_of(speculator_of(llm))
+        builds, acceptance, drafts = counted_builds(llm), Acceptance(llm), recorded_drafts(speculator_of(llm))
         greedy(llm, PROMPTS, TOKENS)
         assert builds[1] > 10
         return ByBuilders(tokens, acceptance.by_position, drafts)
@@ -158,7 +144,7 @@ def test_nothing_is_built_for_draft_decodes(by_builders: ByBuilders) -> None:
     with engine("eagle_mrv2", k=K) as llm:
         speculator = speculator_of(llm)
         builds, acceptance, right = counted_builds(llm), Acceptance(llm), recorded(speculator)
-        drafts = drafts_of(speculator)
+        drafts = recorded_drafts(speculator)
         assert greedy(llm, PROMPTS, TOKENS) == by_builders.tokens
         assert acceptance.by_position == pytest.approx(by_builders.acceptance, abs=0.03)
         assert len(drafts) > 10

@@ -1,0 +1,52 @@
+"""A draft whose lone rows go through our products, on a CPU whose layers multiply as on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support import engine, greedy, has_cuda, held_out_prompts, recorded_drafts, speculator_of
+
+from vllm_eagle_mrv2 import row_products
+
+pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu has them on the GPU")
+
+
+@pytest.fixture(autouse=True)
+def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM multiplies by ``F.linear`` with the weights as they were loaded."""
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    def leave_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    for module in (linear, utils, vocab_parallel_embedding):
+        if hasattr(module, "dispatch_unquantized_gemm"):
+            monkeypatch.setattr(module, "dispatch_unquantized_gemm", lambda *_: utils.default_unquantized_gemm)
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", leave_weights)
+    monkeypatch.setattr(row_products, "_runs_kernels", lambda weight: True)
+
+
+def counted(product: Callable[..., torch.Tensor], seen: list[str]) -> Callable[..., torch.Tensor]:
+    def counting(*of: torch.Tensor) -> torch.Tensor:
+        seen.append(product.__name__)
+        return product(*of)
+
+    return counting
+
+
+def test_drafts_of_lone_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with and without; the draft's activation is part of a product."""
+    seen: list[str] = []
+    for name in ("row_product", "gated_row_product"):
+        monkeypatch.setattr(row_products, name, counted(getattr(row_products, name), seen))
+    drafts: dict[bool, list[list[int]]] = {}
+    for ours in (False, True):
+        with engine("eagle_mrv2", k=2, options={} if ours else {"disable": ["row_products"]}) as llm:
+            drafts[ours] = recorded_drafts(speculator_of(llm))
+            greedy(llm, held_out_prompts(1), 2)
+        assert (seen.count("gated_row_product") > 0) is ours
+    assert drafts[True] == drafts[False]
+    # Beside its gates a draft decode has five products.
+    assert seen.count("row_product") >= 5 * seen.count("gated_row_product")
