@@ -137,6 +137,7 @@ tests() {
     0.20.2) EAGLE_MRV2_PROCESSES=8 beside 1 tests-0.20.2 420 tests \
       "0.20.2 tests/gpu/test_graphs.py tests/gpu/test_mtp_graphs.py tests/gpu/test_sleep.py" -- "${reports[@]}" ;;
     0.33.0) beside 1 tests-0.33.0 420 tests "0.33.0 $engines -n 6" -- "${reports[@]}" ;;
+    *) say "tests: nothing is known of $release" ;;
     esac
   done
   all_ended

@@ -249,3 +249,15 @@ def recorded_drafts(speculator: Any) -> list[list[int]]:
 
     speculator.loop.propose = proposing
     return drafts
+
+
+def multiply_as_on_a_gpu(monkeypatch: Any) -> None:
+    """Have vLLM multiply by ``F.linear``, as on an NVIDIA GPU, so that those products can become ours."""
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    from vllm_eagle_mrv2 import row_products
+
+    for module in (linear, utils, vocab_parallel_embedding):
+        if hasattr(module, "dispatch_unquantized_gemm"):
+            monkeypatch.setattr(module, "dispatch_unquantized_gemm", lambda *_: utils.default_unquantized_gemm)
+    monkeypatch.setattr(row_products, "_runs_kernels", lambda weight: True)

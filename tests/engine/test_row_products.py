@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import engine, greedy, has_cuda, held_out_prompts, recorded_drafts, speculator_of
+from support import engine, greedy, has_cuda, held_out_prompts, multiply_as_on_a_gpu, recorded_drafts, speculator_of
 
 from vllm_eagle_mrv2 import row_products
 
@@ -16,16 +16,13 @@ pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu has them on the GP
 @pytest.fixture(autouse=True)
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM multiplies by ``F.linear`` with the weights as they were loaded."""
-    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+    from vllm.model_executor.layers import utils
 
     def leave_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    for module in (linear, utils, vocab_parallel_embedding):
-        if hasattr(module, "dispatch_unquantized_gemm"):
-            monkeypatch.setattr(module, "dispatch_unquantized_gemm", lambda *_: utils.default_unquantized_gemm)
+    multiply_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", leave_weights)
-    monkeypatch.setattr(row_products, "_runs_kernels", lambda weight: True)
 
 
 def counted(product: Callable[..., torch.Tensor], seen: list[str]) -> Callable[..., torch.Tensor]:

@@ -12,6 +12,7 @@ from torch import nn
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
+from support import multiply_as_on_a_gpu
 from test_head import HIDDEN, VOCAB, Model, tensor_parallel, trim, whole_head
 
 from vllm_eagle_mrv2 import compile_ahead, row_products
@@ -34,13 +35,7 @@ def _one_rank() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM multiplies by ``F.linear``, as on an NVIDIA GPU."""
-    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
-
-    for module in (linear, utils, vocab_parallel_embedding):
-        if hasattr(module, "dispatch_unquantized_gemm"):
-            monkeypatch.setattr(module, "dispatch_unquantized_gemm", lambda *_: utils.default_unquantized_gemm)
-    monkeypatch.setattr(row_products, "_runs_kernels", lambda weight: True)
+    multiply_as_on_a_gpu(monkeypatch)
 
 
 class Draft(Model):

@@ -9,7 +9,7 @@ import triton.language as tl
 from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 from vllm_eagle_mrv2.kernels.launching import launch
-from vllm_eagle_mrv2.kernels.slots import slot_arguments, slot_of
+from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_arguments, slot_of
 
 _BLOCK = 1024
 
@@ -169,7 +169,4 @@ def prepare_decode_inputs_reference(
     if slot_table is None:
         return
     slot_table.slots[:num_rows] = -1
-    for row in (buffers.idx_mapping[:live] >= 0).nonzero().flatten().tolist():
-        block, offset = divmod(int(buffers.positions[row]), slot_table.block_size)
-        first = int(slot_table.blocks[int(buffers.idx_mapping[row]), block]) * slot_table.block_size
-        slot_table.slots[row] = first + offset
+    look_up_slots_reference(slot_table, buffers, (buffers.idx_mapping[:live] >= 0).nonzero().flatten().tolist())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.buffers import SlotTable
+from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
 
 
 @triton.jit
@@ -28,3 +29,11 @@ def slot_arguments(slot_table: SlotTable | None) -> dict[str, Any]:
         "block_size": slot_table.block_size,
         "SLOTS": True,
     }
+
+
+def look_up_slots_reference(slot_table: SlotTable, buffers: DraftBuffers, rows: Iterable[int]) -> None:
+    """Write the slots of rows that have a token of a request, at the positions in the buffers; in plain torch."""
+    for row in rows:
+        block, offset = divmod(int(buffers.positions[row]), slot_table.block_size)
+        first = int(slot_table.blocks[int(buffers.idx_mapping[row]), block]) * slot_table.block_size
+        slot_table.slots[row] = first + offset

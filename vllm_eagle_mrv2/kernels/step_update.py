@@ -9,7 +9,7 @@ import triton.language as tl
 from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 from vllm_eagle_mrv2.kernels.launching import launch
-from vllm_eagle_mrv2.kernels.slots import slot_arguments, slot_of
+from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_arguments, slot_of
 
 _MAX_BLOCK = 4096
 
@@ -157,7 +157,4 @@ def update_after_step_reference(
         return
     has_token = buffers.query_start_loc[:num_reqs].diff(append=buffers.query_start_loc[num_reqs : num_reqs + 1]) > 0
     of_request = buffers.idx_mapping[:num_reqs] >= 0
-    for row in (has_token & of_request).nonzero().flatten().tolist():
-        block, offset = divmod(int(buffers.positions[row]), slot_table.block_size)
-        first = int(slot_table.blocks[int(buffers.idx_mapping[row]), block]) * slot_table.block_size
-        slot_table.slots[row] = first + offset
+    look_up_slots_reference(slot_table, buffers, (has_token & of_request).nonzero().flatten().tolist())
