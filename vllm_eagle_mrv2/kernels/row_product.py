@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.kernels.launching import launch
+from vllm_eagle_mrv2.kernels.launching import launch, pdl, wait_for_kernel_ahead
 
 
 def _tile(width: int) -> tuple[int, int, int]:
@@ -24,6 +24,15 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 @triton.jit
+def _weights(pointers, start, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns from ``start`` on of a program's rows, zeros behind the last."""
+    column = start + tl.arange(0, BLOCK)
+    read = inside[:, None] & (column < WIDTH)[None, :]
+    # Each weight is needed once: evicted first, it leaves the cache to what the next kernels share.
+    return tl.load(pointers + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _row_product_kernel(
     row_ptr,
     weight_ptr,
@@ -36,22 +45,27 @@ def _row_product_kernel(
     GATED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < num_outputs
     weights = weight_ptr + output[:, None].to(tl.int64) * weight_stride
     factors = weight_ptr + (num_outputs + output)[:, None].to(tl.int64) * weight_stride  # behind the gates
+    # Weights are nobody's to write, and reading the first of them need not wait for the row.
+    weight = _weights(weights, 0, inside, WIDTH, BLOCK)
+    factor = weight
+    if GATED:
+        factor = _weights(factors, 0, inside, WIDTH, BLOCK)
+    wait_for_kernel_ahead(PDL)
     products = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     ups = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
+        if start > 0:
+            weight = _weights(weights, start, inside, WIDTH, BLOCK)
+            if GATED:
+                factor = _weights(factors, start, inside, WIDTH, BLOCK)
         column = start + tl.arange(0, BLOCK)
-        held = column < WIDTH
-        read = inside[:, None] & held[None, :]
-        # Each weight is needed once: evicted first, it leaves the cache to what the next kernels share.
-        weight = tl.load(weights + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
-        if GATED:
-            factor = tl.load(factors + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
-        row = tl.load(row_ptr + column, mask=held, other=0.0)
+        row = tl.load(row_ptr + column, mask=column < WIDTH, other=0.0)
         products += weight.to(tl.float32) * row[None, :].to(tl.float32)
         if GATED:
             ups += factor.to(tl.float32) * row[None, :].to(tl.float32)
@@ -126,6 +140,7 @@ def _launch(
         OUTPUTS=outputs,
         BLOCK=block,
         num_warps=warps,
+        **pdl(),
     )
 
 
