@@ -44,8 +44,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The RMS norm (arXiv:1910.07467) of ``x + residual``, and that sum; rounded where vLLM's ``RMSNorm`` rounds.
 
-    Compiled by Inductor it takes as long, but no kernel of Inductor's lets the next one begin before it has ended, which
-    the product behind it could use to read weights.
+    Compiled by Inductor it takes as long, but lets no kernel begin before it has ended, and the product behind it could
+    read weights.
 
     Args:
         x: [n, H], a row contiguous.
