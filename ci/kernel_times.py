@@ -260,7 +260,7 @@ class Decode:
         )
         in_bfloat16 = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
         self.row, self.residual, self.norm = in_bfloat16(2 * hidden), in_bfloat16(1, hidden), in_bfloat16(hidden)
-        self.cache = in_bfloat16(16, 2, self.page, self.kv_heads, width).unbind(1)
+        self.keys, self.values = in_bfloat16(2, 16, self.page, self.kv_heads, width)
         self.table = torch.arange(16, device="cuda", dtype=torch.int32)[None]
         self.lengths = torch.tensor([self.length], device="cuda", dtype=torch.int32)
         self.position = self.lengths.long() - 1
@@ -276,7 +276,8 @@ class Decode:
         query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         attended = self.attention(
             query,
-            *self.cache,
+            self.keys,
+            self.values,
             self.table,
             self.lengths,
             width**-0.5,
