@@ -118,6 +118,8 @@ def call_every_kernel() -> None:
             for bias in (None, weight[:, 0].contiguous()):
                 row_product(weight[0], weight, bias)
             gated_row_product(weight[0], weight)
+            row_product(weight, weight, index=mapping[2:].long())
+            gated_row_product(weight, weight, index=mapping[2:].long())
             add_rms_norm(weight, weight, weight[0], 1e-5)
         if dtype != torch.float32:
             for rows in (2, 17):

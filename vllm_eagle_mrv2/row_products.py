@@ -8,8 +8,10 @@ the kernel for its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,25 +24,55 @@ from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.options import OPTIONS_KEY
 
 _library = torch.library.Library("vllm_eagle_mrv2", "DEF")
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.define("gated_linear(Tensor x, Tensor weight) -> Tensor")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias, bool behind_attention=False) -> Tensor")
+_library.define("gated_linear(Tensor x, Tensor weight, bool behind_attention=False) -> Tensor")
 
 _MODELS = "vllm.model_executor.models"
+_ATTENTION = f"{_MODELS}.llama.LlamaAttention"
 _GATED = frozenset({f"{_MODELS}.llama.LlamaMLP", f"{_MODELS}.qwen2.Qwen2MLP"})
 """Modules that put ``act_fn`` between ``gate_up_proj`` and ``down_proj``, and do nothing else."""
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+class _Pass:
+    """The forward pass that is under way."""
+
+    only_row: torch.Tensor | None = None
+
+
+@contextlib.contextmanager
+def only_row(index: torch.Tensor) -> Iterator[None]:
+    """Within, layers behind a draft's last attention multiply this row alone; of others they return what lies there.
+
+    For a draft prefill of one request: its last token's states are all that anyone reads behind attention, where tokens
+    no longer meet.  Not for a pass that is captured for any number of requests.
+
+    Args:
+        index: [1] int64, which.
+    """
+    _Pass.only_row = index
+    try:
+        yield
+    finally:
+        _Pass.only_row = None
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, behind_attention: bool = False
+) -> torch.Tensor:
     if _is_one_row(x):
         return row_product(x.reshape(-1), weight, bias).view(*x.shape[:-1], -1)
+    if behind_attention and _one_counts(x):
+        return row_product(x, weight, bias, _Pass.only_row)
     if bias is None and _are_few(x, weight):
         return few_rows.few_rows_product(x, weight)
     return F.linear(x, weight, bias)
 
 
-def _gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _gated_linear(x: torch.Tensor, weight: torch.Tensor, behind_attention: bool = False) -> torch.Tensor:
     if _is_one_row(x):
         return gated_row_product(x.reshape(-1), weight).view(*x.shape[:-1], -1)
+    if behind_attention and _one_counts(x):
+        return gated_row_product(x, weight, _Pass.only_row)
     product = _linear(x, weight, None)
     gated = _half_of(product)
     torch.ops._C.silu_and_mul(gated, product)
@@ -51,6 +83,10 @@ def _is_one_row(x: torch.Tensor) -> bool:
     return bool(x.numel() == x.shape[-1])
 
 
+def _one_counts(x: torch.Tensor) -> bool:
+    return _Pass.only_row is not None and x.dim() == 2 and x.stride(1) == 1
+
+
 def _half_of(product: torch.Tensor) -> torch.Tensor:
     return product.new_empty(*product.shape[:-1], product.shape[-1] // 2)
 
@@ -59,7 +95,9 @@ def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dim() == 2 and x.stride(1) == 1 and few_rows.takes(len(x), weight)
 
 
-def _empty_result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _empty_result(
+    x: torch.Tensor, weight: torch.Tensor, bias: Any = None, behind_attention: bool = False
+) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -67,7 +105,9 @@ _library.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_eagle_mrv2::linear", _empty_result, lib=_library)
 _library.impl("gated_linear", _gated_linear, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "vllm_eagle_mrv2::gated_linear", lambda x, weight: _half_of(_empty_result(x, weight, None)), lib=_library
+    "vllm_eagle_mrv2::gated_linear",
+    lambda x, weight, behind_attention: _half_of(_empty_result(x, weight)),
+    lib=_library,
 )
 
 
@@ -107,18 +147,26 @@ def install(
     layers = [module for module in own if _is_linear(module)]
     gated = [module for module in own if _is_gated(module)]
     gates = {id(mlp.gate_up_proj) for mlp in gated}
+    behind = _behind_attention(own, gated)
     for layer in layers:
-        _multiply(layer, _apply_gated if id(layer) in gates else _apply)
+        apply = _apply_gated if id(layer) in gates else _apply
+        _multiply(layer, functools.partial(apply, behind_attention=id(layer) in behind))
     for mlp in gated:
         mlp.act_fn = torch.nn.Identity()
     if norms and gated and _are_whole(own, layers):
         draft_norms.install(own)
     kinds = {
-        (layer.weight.shape, layer.weight.dtype, getattr(layer, "bias", None) is None, id(layer) in gates): layer
+        (
+            layer.weight.shape,
+            layer.weight.dtype,
+            getattr(layer, "bias", None) is None,
+            id(layer) in gates,
+            id(layer) in behind,
+        ): layer
         for layer in layers
     }
     for layer in kinds.values():
-        _compile_ahead(layer, gated=id(layer) in gates)
+        _compile_ahead(layer, gated=id(layer) in gates, behind_attention=id(layer) in behind)
     if logits is not None:
         head = getattr(draft, "lm_head", None)  # most likely what the processor will be given
         if head is not None and _is_linear(head):
@@ -151,10 +199,22 @@ def _is_linear(layer: Any) -> bool:
     )
 
 
+def _behind_attention(modules: list[Any], gated: list[Any]) -> set[int]:
+    """Layers that come behind the only attention of a draft like Llama's; of one with several, none."""
+    attentions = [module for module in modules if _name(module) == _ATTENTION]
+    if not sum(hasattr(module, "impl") for module in modules) == len(attentions) == len(gated) == 1:
+        return set()
+    return {id(attentions[0].o_proj), id(gated[0].gate_up_proj), id(gated[0].down_proj)}
+
+
+def _name(module: Any) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def _is_gated(module: Any) -> bool:
     """Whether a module's activation can be a part of the product before it."""
     return (
-        f"{type(module).__module__}.{type(module).__qualname__}" in _GATED
+        _name(module) in _GATED
         and type(module.act_fn).__name__ == "SiluAndMul"
         and _is_linear(module.gate_up_proj)
         and getattr(module.gate_up_proj, "bias", None) is None
@@ -174,13 +234,17 @@ def _runs_kernels(weight: torch.Tensor) -> bool:
     return weight.is_cuda and torch.version.hip is None
 
 
-def _apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.linear(x, layer.weight, bias)
+def _apply(
+    layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, *, behind_attention: bool = False
+) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.linear(x, layer.weight, bias, behind_attention)
     return product
 
 
-def _apply_gated(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.gated_linear(x, layer.weight)
+def _apply_gated(
+    layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, *, behind_attention: bool = False
+) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.gated_linear(x, layer.weight, behind_attention)
     return product
 
 
@@ -190,18 +254,25 @@ def _multiply(layer: Any, apply: Callable[..., torch.Tensor]) -> None:
     layer.quant_method.apply = apply
 
 
-def _compile_ahead(layer: Any, few: FewRows | None = None, *, gated: bool = False) -> None:
+def _compile_ahead(
+    layer: Any, few: FewRows | None = None, *, gated: bool = False, behind_attention: bool = False
+) -> None:
     """Have the kernels for a layer compiled now, and not at a capture or by the first request of an eager draft."""
     weight, bias = layer.weight.data, getattr(layer, "bias", None)
     several = few_rows.variants(weight) if bias is None else []
+    lone = functools.partial(gated_row_product, weight=weight)
+    if not gated:
+        lone = functools.partial(row_product, weight=weight, bias=bias)
 
     def launches() -> None:
         for num_rows in (1, *several):
             rows = torch.empty(num_rows, weight.shape[1], dtype=weight.dtype, device="meta")
-            if few is not None and num_rows > 1:
+            if num_rows == 1:
+                lone(rows[0])
+                if behind_attention:
+                    lone(rows, index=torch.empty(1, dtype=torch.int64, device="meta"))
+            elif few is not None:
                 few(rows, weight)
-            elif gated and num_rows == 1:
-                gated_row_product(rows[0], weight)
             else:
                 _linear(rows, weight, bias)
 

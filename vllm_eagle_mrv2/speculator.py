@@ -6,6 +6,7 @@ one token a request.  The loop knows no vLLM: what it needs of it, it asks of a 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +74,9 @@ class DraftHost(Protocol):
 
     def before_forward(self, num_tokens: int) -> None:
         """Called before each forward pass of the draft with its unpadded tokens (expert load balancing)."""
+
+    def while_prefilling(self, num_reqs: int, mode: Any) -> AbstractContextManager[None]:
+        """In force while the draft runs over a batch, of whose requests the last tokens' states are read alone."""
 
     def run_draft_model(
         self,
@@ -289,9 +293,10 @@ class DraftLoop:
         ``slot_table`` the first decode's slots are left behind as well.
         """
         buffers, config = self.buffers, self.config
-        for_head, for_next_step = self.host.run_draft_model(
-            num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, mm_inputs
-        )
+        with self.host.while_prefilling(num_reqs, mode):
+            for_head, for_next_step = self.host.run_draft_model(
+                num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, mm_inputs
+            )
         if not drafts:
             return
         drafted = self.host.sample(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted(product: Callable[..., torch.Tensor], seen: list[str]) -> Callable[..., torch.Tensor]:
-    def counting(*of: torch.Tensor) -> torch.Tensor:
-        seen.append(product.__name__)
-        return product(*of)
+    def counting(rows: torch.Tensor, *of: Any) -> torch.Tensor:
+        seen.append(product.__name__ + (" of several rows" if rows.dim() == 2 and len(rows) > 1 else ""))
+        return product(rows, *of)
 
     return counting
 
@@ -58,3 +59,5 @@ def test_drafts_of_lone_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafts[True] == drafts[False]
     # Beside its gates a draft decode has five products.
     assert seen.count("row_product") >= 5 * seen.count("gated_row_product")
+    # Of a draft prefill three layers look at the last token alone.
+    assert seen.count("row_product of several rows") == 2 * seen.count("gated_row_product of several rows") > 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from vllm_eagle_mrv2 import row_products
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.speculator import GraphRun
@@ -571,3 +572,19 @@ def test_a_dummy_batch_shrinks_to_the_requests_of_the_ranks(dummy_run: bool) -> 
     idle = batch_of(dummy_run=dummy_run)
     host.begin_decode(idle)
     assert idle.num_reqs == 3
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "mode", "alone"),
+    [(1, "FULL", True), (1, "NONE", True), (1, "PIECEWISE", False), (2, "FULL", False), (0, "NONE", False)],
+)
+def test_the_last_row_of_a_lone_request_counts_alone(num_reqs: int, mode: str, alone: bool) -> None:
+    """Not in a PIECEWISE graph, which any number of requests may replay."""
+    host = speculator(FusedHost)
+    host.loop.buffers.last_token_indices = torch.tensor([1, 0])
+    rows, weight = torch.randn(3, 8), torch.randn(4, 8)
+    with host.while_prefilling(num_reqs, SimpleNamespace(name=mode)):
+        product = torch.ops.vllm_eagle_mrv2.linear(rows, weight, None, True)
+        assert (row_products._Pass.only_row is not None) is alone
+    torch.testing.assert_close(product[1], weight @ rows[1])
+    assert row_products._Pass.only_row is None

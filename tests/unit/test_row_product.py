@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from vllm_eagle_mrv2 import row_products
 from vllm_eagle_mrv2.kernels.row_product import (
     gated_row_product,
     gated_row_product_reference,
@@ -52,6 +53,32 @@ def test_gates_and_their_factors_in_one_product(outputs: int, width: int, dtype:
     torch.testing.assert_close(gated_row_product(row, weight), expected, rtol=0, atol=2 * ROUNDING[dtype] * size)
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("index", [0, 2, 3])
+def test_one_of_several_rows(index: int, dtype: torch.dtype) -> None:
+    row, weight, bias = inputs(6, 100, dtype)
+    rows = torch.full((4, 104), torch.nan, dtype=dtype, device=DEVICE)[:, :100]
+    rows[index] = row
+    at = torch.tensor([index], device=DEVICE)
+    for product, alone in (
+        (row_product(rows, weight, bias, at), row_product(row, weight, bias)),
+        (gated_row_product(rows, weight, at), gated_row_product(row, weight)),
+    ):
+        assert product.shape == (4, len(alone))
+        torch.testing.assert_close(product[index], alone, rtol=0, atol=0)
+
+
+def test_no_other_row_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, weight, _ = inputs(6, 100, torch.float32)
+    rows, index = row.repeat(3, 1), torch.tensor([1], device=DEVICE)
+    for product, outputs in ((row_product, 6), (gated_row_product, 3)):
+        out = torch.full((3, outputs), -7.0, device=DEVICE)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "new_empty", lambda *_, out=out: out)
+            assert product(rows, weight, index=index) is out
+        assert (out == -7).all(dim=1).tolist() == [True, False, True]
+
+
 def test_rows_of_weights_that_lie_apart() -> None:
     row, weight, bias = inputs(8, 300, torch.float32, stride=320)
     assert weight.stride(0) == 320
@@ -82,6 +109,28 @@ def test_the_rows_at_hand_decide(shape: tuple[int, ...], calls: int, ours: list[
     result = torch.ops.vllm_eagle_mrv2.linear(x, weight, bias)
     torch.testing.assert_close(result, F.linear(x, weight, bias))
     assert len(ours) == calls
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_row_behind_attention(compiled: bool) -> None:
+    """Within `only_row` alone, and of the layers that are told so."""
+    _, weight, bias = inputs(6, 40, torch.float32)
+    x = torch.randn(3, 40, device=DEVICE)
+    x[0] = torch.nan
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ops = torch.ops.vllm_eagle_mrv2
+        return ops.linear(x, weight, bias, True), ops.gated_linear(x, weight, True), ops.linear(x, weight, bias)
+
+    call = torch.compile(both, fullgraph=True, dynamic=True) if compiled else both
+    every, alone = F.linear(x, weight, bias), gated_row_product(x[2], weight)
+    with row_products.only_row(torch.tensor([2], device=DEVICE)):
+        behind, gated, before = call(x)
+    torch.testing.assert_close(behind[2], every[2])
+    torch.testing.assert_close(gated[2], alone)
+    torch.testing.assert_close(before, every, equal_nan=True)
+    afterwards = torch.ops.vllm_eagle_mrv2.linear(x, weight, bias, True)
+    torch.testing.assert_close(afterwards, every, equal_nan=True)
 
 
 def test_a_compiled_model_decides_at_every_call(ours: list[torch.Tensor]) -> None:

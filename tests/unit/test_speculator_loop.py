@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -163,6 +165,8 @@ class ToyHost:
     lengths_at_builds: list[list[int]] = field(default_factory=list)
     positions_at_builds: list[list[int]] = field(default_factory=list)
     sampled: list[tuple[int, bool]] = field(default_factory=list)  # draft_step, keep_logits
+    prefills: int = 0  # requests of the prefill under way
+    prefilled: list[int] = field(default_factory=list)  # these, in each forward pass
     inputs: list[tuple[Any, Any]] = field(default_factory=list)  # metadata and slots of each forward pass
     across_dp: list[Any] = field(default_factory=list)
     combined: list[str] = field(default_factory=list)
@@ -213,10 +217,17 @@ class ToyHost:
         if not self.in_replay:
             self.calls.append(("before_forward", num_tokens))
 
+    @contextmanager
+    def while_prefilling(self, num_reqs: int, mode: Any) -> Iterator[None]:
+        self.prefills = num_reqs
+        yield
+        self.prefills = 0
+
     def run_draft_model(
         self, num_tokens: int, attn_metadata: Any, slot_mappings: Any, across_dp: Any, mode: Any, mm_inputs: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append(("forward", "in replay" if self.in_replay else "eager"))
+        self.prefilled.append(self.prefills)
         self.inputs.append((attn_metadata, slot_mappings))
         self.across_dp.append(across_dp)
         buffers = self.loop.buffers
@@ -332,6 +343,13 @@ def test_states_of_the_target(one_graph: bool, full_graphs: bool, layers: int) -
 def test_drafts_are_a_view_of_the_persistent_buffer() -> None:
     loop = loop_on(ToyHost())
     assert loop.propose(batch_of(ROWS, 4)).data_ptr() == loop.buffers.draft_tokens.data_ptr()
+
+
+@pytest.mark.parametrize("full_graphs", [False, True])
+def test_the_host_knows_which_pass_is_the_prefill(full_graphs: bool) -> None:
+    host = ToyHost(full_graphs=full_graphs)
+    loop_on(host).propose(batch_of(ROWS[:1], 3))
+    assert host.prefilled == [1, 0, 0]
 
 
 def test_a_model_with_one_hidden_state_for_both() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, cast
 
@@ -293,6 +294,12 @@ class StockHost(DraftGraphs):
 
     def before_forward(self, num_tokens: int) -> None:
         self._prepare_eplb_forward(num_tokens)
+
+    def while_prefilling(self, num_reqs: int, mode: Any) -> AbstractContextManager[None]:
+        # A PIECEWISE graph is one of so many tokens, whosever they are.
+        if num_reqs != 1 or mode.name == "PIECEWISE" or self._prefills_in_parts:
+            return nullcontext()
+        return row_products.only_row(self.loop.buffers.last_token_indices[:1])
 
     def run_draft_model(
         self,

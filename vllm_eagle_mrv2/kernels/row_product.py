@@ -35,6 +35,8 @@ def _weights(pointers, start, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _row_product_kernel(
     row_ptr,
+    row_stride,
+    index_ptr,
     weight_ptr,
     weight_stride,
     bias_ptr,
@@ -43,10 +45,16 @@ def _row_product_kernel(
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    INDEXED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if INDEXED:
+        # Known since before the draft's first layer.
+        index = tl.load(index_ptr, eviction_policy="evict_last")
+        row_ptr += index * row_stride
+        out_ptr += index * num_outputs
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < num_outputs
     weights = weight_ptr + output[:, None].to(tl.int64) * weight_stride
@@ -78,7 +86,9 @@ def _row_product_kernel(
     tl.store(out_ptr + output, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def row_product(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def row_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, index: torch.Tensor | None = None
+) -> torch.Tensor:
     """``torch.nn.functional.linear`` of a single row, summed in float32.
 
     A matrix library splits such a product as if there were many rows, and reads at a half to nine tenths of the
@@ -86,62 +96,66 @@ def row_product(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     once.
 
     Args:
-        row: [K], contiguous.
+        rows: [K], contiguous; with ``index`` [n, K], each row contiguous.
         weight: [N, K] of the same dtype, rows contiguous.
         bias: [N], or None.
+        index: [1] int64, the one of several rows that counts, written before the kernel ahead; None for a lone row.
 
     Returns:
-        [N] of the dtype of ``row``.
+        [N] of the dtype of ``rows``; with ``index`` [n, N], of which nothing but the row that counts is written.
     """
-    out = torch.empty(len(weight), dtype=row.dtype, device=row.device)
-    _launch(row, weight, bias, out, *_tile(weight.shape[1]), gated=False)
-    return out
+    return _launch(rows, weight, bias, index, len(weight), *_tile(weight.shape[1]), gated=False)
 
 
-def gated_row_product(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gated_row_product(rows: torch.Tensor, weight: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
     """``silu(gate) * up`` of a single row, where its product with the weights is ``gate`` and then ``up``.
 
     A program that has a gate's row reads the row of its factor too, and nothing is left for a kernel behind it.
 
     Args:
-        row: [K], contiguous.
-        weight: [2 * N, K], as of `row_product`.
+        rows: as of `row_product`.
+        weight: [2 * N, K], likewise.
+        index: likewise.
 
     Returns:
-        [N] of the dtype of ``row``.
+        [N] or [n, N], likewise.
     """
-    out = torch.empty(len(weight) // 2, dtype=row.dtype, device=row.device)
     outputs, block, warps = _tile(weight.shape[1])
-    _launch(row, weight, None, out, max(outputs // 2, 1), block, warps, gated=True)
-    return out
+    return _launch(rows, weight, None, index, len(weight) // 2, max(outputs // 2, 1), block, warps, gated=True)
 
 
 def _launch(
-    row: torch.Tensor,
+    rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor,
+    index: torch.Tensor | None,
+    num_outputs: int,
     outputs: int,
     block: int,
     warps: int,
     *,
     gated: bool,
-) -> None:
-    launch(_row_product_kernel, (triton.cdiv(len(out), outputs),))(
-        row,
+) -> torch.Tensor:
+    out = rows.new_empty(*rows.shape[:-1], num_outputs)
+    launch(_row_product_kernel, (triton.cdiv(num_outputs, outputs),))(
+        rows,
+        0 if index is None else rows.stride(0),
+        index,
         weight,
         weight.stride(0),
         bias,
         out,
-        len(out),
+        num_outputs,
         WIDTH=weight.shape[1],
         BIAS=bias is not None,
         GATED=gated,
+        INDEXED=index is not None,
         OUTPUTS=outputs,
         BLOCK=block,
         num_warps=warps,
         **pdl(),
     )
+    return out
 
 
 def row_product_reference(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
