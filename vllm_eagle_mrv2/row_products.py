@@ -101,14 +101,14 @@ def _empty_result(
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _empty_gated_result(x: torch.Tensor, weight: torch.Tensor, behind_attention: bool = False) -> torch.Tensor:
+    return _half_of(_empty_result(x, weight))
+
+
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_eagle_mrv2::linear", _empty_result, lib=_library)
 _library.impl("gated_linear", _gated_linear, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "vllm_eagle_mrv2::gated_linear",
-    lambda x, weight, behind_attention: _half_of(_empty_result(x, weight)),
-    lib=_library,
-)
+torch.library.register_fake("vllm_eagle_mrv2::gated_linear", _empty_gated_result, lib=_library)
 
 
 def named_in_caches(vllm_config: Any) -> bool:

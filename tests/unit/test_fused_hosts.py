@@ -581,6 +581,7 @@ def test_a_dummy_batch_shrinks_to_the_requests_of_the_ranks(dummy_run: bool) -> 
 def test_the_last_row_of_a_lone_request_counts_alone(num_reqs: int, mode: str, alone: bool) -> None:
     """Not in a PIECEWISE graph, which any number of requests may replay."""
     host = speculator(FusedHost)
+    host.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace())
     host.loop.buffers.last_token_indices = torch.tensor([1, 0])
     rows, weight = torch.randn(3, 8), torch.randn(4, 8)
     with host.while_prefilling(num_reqs, SimpleNamespace(name=mode)):

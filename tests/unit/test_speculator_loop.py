@@ -349,7 +349,7 @@ def test_drafts_are_a_view_of_the_persistent_buffer() -> None:
 def test_the_host_knows_which_pass_is_the_prefill(full_graphs: bool) -> None:
     host = ToyHost(full_graphs=full_graphs)
     loop_on(host).propose(batch_of(ROWS[:1], 3))
-    assert host.prefilled == [1, 0, 0]
+    assert [num_reqs > 0 for num_reqs in host.prefilled] == [True, False, False]
 
 
 def test_a_model_with_one_hidden_state_for_both() -> None:
