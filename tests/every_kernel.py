@@ -30,6 +30,7 @@ from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
+from vllm_eagle_mrv2.kernels.take_rows import take_rows
 
 CAPABILITIES = (80, 90)  # A100; H100 and H200
 _POINTERS = {
@@ -120,6 +121,7 @@ def call_every_kernel() -> None:
             gated_row_product(weight[0], weight)
             row_product(weight, weight, index=mapping[2:].long())
             gated_row_product(weight, weight, index=mapping[2:].long())
+            take_rows(weight, mapping[2:].long())
             add_rms_norm(weight, weight, weight[0], 1e-5)
         if dtype != torch.float32:
             for rows in (2, 17):

@@ -35,6 +35,7 @@ from vllm_eagle_mrv2.kernels import (
     row_product,
     single_token_attention,
     step_update,
+    take_rows,
 )
 from vllm_eagle_mrv2.kernels.launching import uses_pdl
 
@@ -314,7 +315,15 @@ def test_one_graph_holds_the_draft_phase(family: str) -> None:
 def test_kernels_are_compiled_while_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = {
         name: kernel
-        for module in (row_product, single_token_attention, prefill_inputs, decode_inputs, step_update, add_rms_norm)
+        for module in (
+            row_product,
+            single_token_attention,
+            prefill_inputs,
+            take_rows,
+            decode_inputs,
+            step_update,
+            add_rms_norm,
+        )
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     }
