@@ -142,6 +142,7 @@ def call_every_kernel() -> None:
                 for own, turned in itertools.product(((), (query[:, :2], query[:, :2], slots)), ({}, angles)):
                     out = torch.empty_like(query)
                     attention(query, *cache.unbind(1), table.view(2, 2), lengths, 0.1, out, *own, **turned)
+                attention(query, *cache.unbind(1), table[None], lengths, 0.1, out, **angles, index=slots[1:] + 1)
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
         kept = torch.zeros(8, 3, 5000, device=DEVICE)
         for (stored, mapped), flag, times in itertools.product(

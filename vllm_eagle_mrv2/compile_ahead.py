@@ -82,12 +82,14 @@ def attention(
     *,
     writes: bool,
     rotates: bool,
+    one_row: bool,
 ) -> None:
     """Launch attention of draft decodes, over a cache of blocks of ``block_size`` tokens.
 
     Args:
         writes: it writes the cache.
         rotates: it turns by RoPE.
+        one_row: and that of a draft prefill of one request.
     """
     kernel = SingleTokenAttention(num_heads, num_kv_heads, width, device, scratch=_META)
     query = torch.empty(1, num_heads, width, dtype=dtype, device=_META)
@@ -95,17 +97,10 @@ def attention(
     integers = torch.empty(1, 1, dtype=torch.int32, device=_META)
     own = (*torch.empty(2, 1, num_kv_heads, width, dtype=dtype, device=_META), integers[0].to(torch.int64))
     angles = {"positions": own[2], "cos_sin": torch.empty(16, width, dtype=dtype, device=_META)}
-    kernel(
-        query,
-        keys,
-        values,
-        integers,
-        integers[0],
-        1.0,
-        query,
-        *(own if writes else ()),
-        **(angles if rotates else {}),
-    )
+    given = (query, keys, values, integers, integers[0], 1.0, query)
+    kernel(*given, *(own if writes else ()), **(angles if rotates else {}))
+    if one_row:
+        kernel(*given, **angles, index=own[2])
 
 
 def between_passes(

@@ -4,6 +4,8 @@ For one token a request FlashAttention 3 runs a kernel that makes a schedule, on
 splits together; FlashInfer's own kernels run by a plan that the host makes, for which it waits for the lengths.  Ours
 reads each request's length itself, turns the query and the key by RoPE, and writes the token's key and value into the
 cache, for which vLLM runs kernels before.
+
+Where but one row of a draft prefill is read (see `one_row`), the query of that row attends so too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 
 from vllm_eagle_mrv2 import compile_ahead
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
+from vllm_eagle_mrv2.one_row import row_read
 
 _ATTENTION = "vllm.model_executor.models.llama.LlamaAttention"
 """The module that hands what RoPE returns to its attention layer, and nobody else."""
@@ -106,6 +109,7 @@ def install(
                 weight.device,
                 writes=all_are,
                 rotates=rotates,
+                one_row=rotates and len(layers) == 1,
             )
             compile_ahead.submit(weight.device, launches)
     return all_are
@@ -178,11 +182,12 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        plain = not any(each is not None for each in (*args, *kwargs.values()))
         if attn_metadata is None:
             # The profile run.  What is made while weights are loaded goes with them when vLLM sleeps.
             if shape not in kernels:
                 kernels[shape] = SingleTokenAttention(*shape, query.device)
-        elif _is_for_us(attn_metadata, query) and not any(each is not None for each in (*args, *kwargs.values())):
+        elif plain and _is_for_us(attn_metadata, query):
             num_reqs = attn_metadata.num_actual_tokens
             key_cache, value_cache = _caches(kv_cache, impl)
             where, _ = update.taken()
@@ -201,7 +206,21 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
             )
             return output
         elif rope is not None:
-            _, keys_are_turned = update.taken()
+            row, (_, keys_are_turned) = row_read(), update.taken()
+            if plain and row is not None and keys_are_turned and _is_one_request(attn_metadata, query):
+                key_cache, value_cache = _caches(kv_cache, impl)
+                kernels[shape](
+                    query,
+                    key_cache,
+                    value_cache,
+                    attn_metadata.block_table,
+                    attn_metadata.seq_lens,
+                    impl.scale,
+                    output,
+                    index=row,
+                    **rope.angles(len(query)),
+                )
+                return output
             rope.turn(query, *([] if keys_are_turned else [key]))
         return stock_forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
 
@@ -254,6 +273,16 @@ def _is_for_us(attn_metadata: Any, query: torch.Tensor) -> bool:
         and not getattr(attn_metadata, "use_cascade", False)  # none from 0.32 on
         and attn_metadata.causal is True
         and len(attn_metadata.seq_lens) == attn_metadata.num_actual_tokens
+        and query.dtype in (torch.bfloat16, torch.float16)
+    )
+
+
+def _is_one_request(attn_metadata: Any, query: torch.Tensor) -> bool:
+    """Whether the tokens are of one request, which FlashAttention's metadata describes, as FlashInfer's does not."""
+    return (
+        len(getattr(attn_metadata, "seq_lens", ())) == len(getattr(attn_metadata, "block_table", ())) == 1
+        and not getattr(attn_metadata, "use_cascade", False)
+        and attn_metadata.causal is True
         and query.dtype in (torch.bfloat16, torch.float16)
     )
 

@@ -8,11 +8,10 @@ the kernel for its own.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from vllm_eagle_mrv2 import compile_ahead, draft_norms
 from vllm_eagle_mrv2.draft_logits import DraftLogits, FewRows
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
+from vllm_eagle_mrv2.one_row import row_read
 from vllm_eagle_mrv2.options import OPTIONS_KEY
 
 _library = torch.library.Library("vllm_eagle_mrv2", "DEF")
@@ -33,36 +33,13 @@ _GATED = frozenset({f"{_MODELS}.llama.LlamaMLP", f"{_MODELS}.qwen2.Qwen2MLP"})
 """Modules that put ``act_fn`` between ``gate_up_proj`` and ``down_proj``, and do nothing else."""
 
 
-class _Pass:
-    """The forward pass that is under way."""
-
-    only_row: torch.Tensor | None = None
-
-
-@contextlib.contextmanager
-def only_row(index: torch.Tensor) -> Iterator[None]:
-    """Within, layers behind a draft's last attention multiply this row alone; of others they return what lies there.
-
-    For a draft prefill of one request: its last token's states are all that anyone reads behind attention, where tokens
-    no longer meet.  Not for a pass that is captured for any number of requests.
-
-    Args:
-        index: [1] int64, which.
-    """
-    _Pass.only_row = index
-    try:
-        yield
-    finally:
-        _Pass.only_row = None
-
-
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, behind_attention: bool = False
 ) -> torch.Tensor:
     if _is_one_row(x):
         return row_product(x.reshape(-1), weight, bias).view(*x.shape[:-1], -1)
-    if behind_attention and _one_counts(x):
-        return row_product(x, weight, bias, _Pass.only_row)
+    if behind_attention and _is_read_by_one_row(x):
+        return row_product(x, weight, bias, row_read())
     if bias is None and _are_few(x, weight):
         return few_rows.few_rows_product(x, weight)
     return F.linear(x, weight, bias)
@@ -71,8 +48,8 @@ def _linear(
 def _gated_linear(x: torch.Tensor, weight: torch.Tensor, behind_attention: bool = False) -> torch.Tensor:
     if _is_one_row(x):
         return gated_row_product(x.reshape(-1), weight).view(*x.shape[:-1], -1)
-    if behind_attention and _one_counts(x):
-        return gated_row_product(x, weight, _Pass.only_row)
+    if behind_attention and _is_read_by_one_row(x):
+        return gated_row_product(x, weight, row_read())
     product = _linear(x, weight, None)
     gated = _half_of(product)
     torch.ops._C.silu_and_mul(gated, product)
@@ -83,8 +60,8 @@ def _is_one_row(x: torch.Tensor) -> bool:
     return bool(x.numel() == x.shape[-1])
 
 
-def _one_counts(x: torch.Tensor) -> bool:
-    return _Pass.only_row is not None and x.dim() == 2 and x.stride(1) == 1
+def _is_read_by_one_row(x: torch.Tensor) -> bool:
+    return row_read() is not None and x.dim() == 2 and x.stride(1) == 1
 
 
 def _half_of(product: torch.Tensor) -> torch.Tensor:
@@ -120,6 +97,13 @@ def named_in_caches(vllm_config: Any) -> bool:
     return isinstance(vllm_config.additional_config, dict) and OPTIONS_KEY in vllm_config.additional_config
 
 
+class Installed(NamedTuple):
+    """What `install` found."""
+
+    layers: int  # that multiply so
+    one_row: bool  # all that lies behind the draft's only attention: see `one_row`
+
+
 @torch.inference_mode()
 def install(
     draft: torch.nn.Module,
@@ -128,7 +112,7 @@ def install(
     few: FewRows | None = None,
     *,
     norms: bool = False,
-) -> int:
+) -> Installed:
     """Have a draft's unquantized layers multiply so; those that it has from the target stay as they are there.
 
     Args:
@@ -138,9 +122,6 @@ def install(
             leaves the head out.
         few: what takes the place of a product of few rows with the head's weights, to be compiled ahead.
         norms: `draft_norms` too, where all layers of a draft like Llama's multiply so, on one rank.
-
-    Returns:
-        how many layers.
     """
     shared = {id(module) for module in target.modules()}
     own = [module for module in draft.modules() if id(module) not in shared]
@@ -172,7 +153,7 @@ def install(
         if head is not None and _is_linear(head):
             _compile_ahead(head, few if head.tp_size == 1 else None)
         _give_view_of_head(logits, few)
-    return len(layers)
+    return Installed(len(layers), one_row=len(behind) > 0 and behind <= {id(layer) for layer in layers})
 
 
 def _is_linear(layer: Any) -> bool:

@@ -36,6 +36,7 @@ from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
+from vllm_eagle_mrv2.kernels.take_rows import take_rows
 
 compiled, launched = set(), set()
 
@@ -65,7 +66,7 @@ with compiles_alone():
     compile_ahead.between_passes(buffers, functools.partial(drafts, head, offsets), 4096, 1)
     for writes in (True, False):
         for rotates in (True, False):
-            compile_ahead.attention(8, 2, 64, 16, dtype, cpu, writes=writes, rotates=rotates)
+            compile_ahead.attention(8, 2, 64, 16, dtype, cpu, writes=writes, rotates=rotates, one_row=rotates)
 assert not launched, launched
 
 queue = BatchQueue(cpu, filters=False)
@@ -94,6 +95,10 @@ for own in ((), (query[:, :2].clone(), row[:, 640:].unflatten(1, (2, 64)), torch
     tables = torch.zeros(5, 48, dtype=torch.int32)
     for angles in ({}, {"positions": lengths.long(), "cos_sin": torch.empty(4096, 64, dtype=dtype)}):
         attend(query, *cache.unbind(1), tables, lengths, 0.125, torch.empty_like(query), *own, **angles)
+index = torch.zeros(1, dtype=torch.int64)
+attend(query, *cache.unbind(1), tables[:1], lengths[:1], 0.125, query, **angles, index=index)
+for rows in (1, 5):
+    take_rows(feedback, buffers.last_token_indices[:rows])
 print(sorted({variant[0] for variant in launched - compiled}))
 """
 

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm_eagle_mrv2 import draft_attention
 from vllm_eagle_mrv2.draft_attention import DecodeMetadata
 from vllm_eagle_mrv2.kernels.single_token_attention import rotated_reference, single_token_attention_reference
+from vllm_eagle_mrv2.one_row import only_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, KV_HEADS, WIDTH, BLOCK = 4, 2, 16, 16
@@ -267,6 +268,50 @@ def test_our_kernel_turns_by_rope(of_batch: Callable[[], Any], rope_is_left: Cal
     lengths = torch.tensor(LENGTHS)
     expected = single_token_attention_reference(query, *cache, batch.block_table, lengths, 0.25)
     torch.testing.assert_close(found["output"].float(), expected, rtol=0.01, atol=0.01)
+
+
+def one_request(**changed: Any) -> Any:
+    """Three tokens at positions 40, 3 and 17, of which the second is read."""
+    changed = {"seq_lens": torch.tensor([43], dtype=torch.int32, device=DEVICE)} | changed
+    return metadata(max_query_len=3, num_actual_tokens=3, block_table=metadata().block_table[:1], **changed)
+
+
+def test_one_row_of_a_request_attends(rope_is_left: Callable[..., Any]) -> None:
+    """To what comes before it, by our kernel; keys are turned and written by vLLM."""
+    batch = one_request()
+    module, positions = rope_is_left(batch)
+    with only_row(torch.tensor([1], device=DEVICE)):
+        found = run(module, batch)
+    table = module.rotary_emb.stock.cos_sin_cache
+    assert found["given query"].equal(found["query"])
+    torch.testing.assert_close(
+        found["given key"], rotated_reference(found["key"], positions, table), rtol=0.01, atol=0.01
+    )
+    query = rotated_reference(found["query"], positions, table)[1:2]
+    expected = single_token_attention_reference(query, *found["cache"], batch.block_table, positions[1:2] + 1, 0.25)
+    torch.testing.assert_close(found["output"][1:2].float(), expected, rtol=0.01, atol=0.01)
+    assert (found["output"][[0, 2]] == 7).all()  # as the profile run left them
+    assert (run(module, batch)["output"] == 7).all()  # all rows are read
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seq_lens": torch.tensor([3, 3])}, {"use_cascade": True}, {"causal": False}, {"block_table": None}],
+    ids=str,
+)
+def test_one_row_of_another_batch_is_stocks(other: dict[str, Any], rope_is_left: Callable[..., Any]) -> None:
+    batch = one_request()
+    for name, value in other.items():
+        if value is None:  # as FlashInfer's, which has none
+            delattr(batch, name)
+        else:
+            setattr(batch, name, value)
+    module, _ = rope_is_left(batch)
+    with only_row(torch.tensor([1], device=DEVICE)):
+        assert (run(module, batch)["output"] == 7).all()
+        # Where vLLM's attention writes the cache itself, it does.
+        module, _ = rope_is_left(one_request())
+        assert (run(module, one_request(), update=False)["output"] == 7).all()
 
 
 @pytest.mark.parametrize("update", [True, False])

@@ -12,8 +12,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-from vllm_eagle_mrv2 import row_products
+from vllm_eagle_mrv2 import row_products  # noqa: F401  (defines the ops)
 from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.one_row import row_read
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.speculator import GraphRun
 
@@ -581,11 +582,11 @@ def test_a_dummy_batch_shrinks_to_the_requests_of_the_ranks(dummy_run: bool) -> 
 def test_the_last_row_of_a_lone_request_counts_alone(num_reqs: int, mode: str, alone: bool) -> None:
     """Not in a PIECEWISE graph, which any number of requests may replay."""
     host = speculator(FusedHost)
-    host.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace())
+    host._one_row_is_enough = True
     host.loop.buffers.last_token_indices = torch.tensor([1, 0])
     rows, weight = torch.randn(3, 8), torch.randn(4, 8)
     with host.while_prefilling(num_reqs, SimpleNamespace(name=mode)):
         product = torch.ops.vllm_eagle_mrv2.linear(rows, weight, None, True)
-        assert (row_products._Pass.only_row is not None) is alone
+        assert (row_read() is not None) is alone
     torch.testing.assert_close(product[1], weight @ rows[1])
-    assert row_products._Pass.only_row is None
+    assert row_read() is None

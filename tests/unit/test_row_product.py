@@ -10,13 +10,14 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from vllm_eagle_mrv2 import row_products
+from vllm_eagle_mrv2 import row_products  # noqa: F401  (defines the ops)
 from vllm_eagle_mrv2.kernels.row_product import (
     gated_row_product,
     gated_row_product_reference,
     row_product,
     row_product_reference,
 )
+from vllm_eagle_mrv2.one_row import only_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
@@ -129,7 +130,7 @@ def test_one_row_behind_attention(compiled: bool) -> None:
 
     call = torch.compile(both, fullgraph=True, dynamic=True) if compiled else both
     every, alone = F.linear(x, weight, bias), gated_row_product(x[2], weight)
-    with row_products.only_row(torch.tensor([2], device=DEVICE)):
+    with only_row(torch.tensor([2], device=DEVICE)):
         behind, gated, before = call(x)
     torch.testing.assert_close(behind[2], every[2])
     torch.testing.assert_close(gated[2], alone)

@@ -80,7 +80,7 @@ def test_single_rows_alone_and_the_same_result(ours: list[torch.Tensor]) -> None
     target = Target()
     draft = Draft(target)
     expected = {rows: draft.compute_logits(draft(*inputs(rows))) for rows in (1, 3)}
-    assert row_products.install(draft, target, DraftLogits.of(draft, target, local=True)) == 1
+    assert row_products.install(draft, target, DraftLogits.of(draft, target, local=True)).layers == 1
     draft.compute_logits(inputs(2)[1])  # the profile run
     for rows, calls in ((3, 0), (1, 2)):
         ours.clear()
@@ -278,7 +278,7 @@ def test_an_activation_is_part_of_the_product_before_it(compiled: bool, monkeypa
     target = GatedDraft()
     draft = GatedDraft(target.mlp)
     expected = {rows: draft(inputs(rows)[1]) for rows in (1, 3)}
-    assert row_products.install(draft, target) == 2
+    assert row_products.install(draft, target).layers == 2
     monkeypatch.setattr(row_products, "gated_row_product", counted)
     forward = torch.compile(draft, fullgraph=True, dynamic=True) if compiled else draft
     for rows in (3, 1):
@@ -328,7 +328,7 @@ def test_what_is_left_alone(other: str, monkeypatch: pytest.MonkeyPatch) -> None
         draft.fc.weight.data = draft.fc.weight.data.T.contiguous().T
     else:
         monkeypatch.undo()
-    assert row_products.install(draft, target) == 0
+    assert row_products.install(draft, target).layers == 0
 
 
 def test_methods_stay_of_their_class() -> None:

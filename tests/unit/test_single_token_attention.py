@@ -109,6 +109,31 @@ def test_queries_and_own_keys_are_turned_by_their_positions(lengths: list[int], 
     attend(lengths, 6, 2, width, 16, times=2, writes=writes, rotates=True)
 
 
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize(("position", "length"), [(0, 3), (255, 258), (700, 700 + 3)])
+def test_one_of_a_requests_tokens(position: int, length: int, width: int) -> None:
+    """It attends to those up to its own position, whatever the cache has behind it."""
+    generator = torch.Generator().manual_seed(position)
+    blocks = -(-length // 16)
+    cache = torch.randn(2, blocks, 16, 2, width, generator=generator).to(DEVICE, DTYPE)
+    cache.flatten(1, 2)[:, position + 1 :] = torch.nan
+    query = torch.randn(4, 6, width, generator=generator).to(DEVICE, DTYPE)
+    positions = torch.tensor([0, 0, position, 0], device=DEVICE)
+    cos_sin = torch.randn(position + 1, width, generator=generator).to(DEVICE, DTYPE)
+    table = torch.arange(blocks, dtype=torch.int32, device=DEVICE)[None]
+    seq_lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+    turned = rotated_reference(query, positions, cos_sin)[2:3]
+    expected = single_token_attention_reference(turned, *cache, table, seq_lens - length + position + 1, 0.25)
+    out = torch.full_like(query, 7)
+    index = torch.tensor([2], device=DEVICE)
+    attention = SingleTokenAttention(6, 2, width, DEVICE)
+    for _ in range(2):
+        attention(query, *cache, table, seq_lens, 0.25, out, positions=positions, cos_sin=cos_sin, index=index)
+        torch.testing.assert_close(out[2:3].float(), expected, rtol=0.01, atol=0.01)
+    assert (out[[0, 1, 3]] == 7).all()
+    assert not attention._arrived.any()
+
+
 def test_a_row_without_a_slot_writes_nothing() -> None:
     """As one of a dummy run, whose blocks may be anybody's."""
     attention = SingleTokenAttention(4, 2, 16, DEVICE)

@@ -28,6 +28,7 @@ from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.launching import allow_pdl, uses_pdl
 from vllm_eagle_mrv2.method import METHOD, request_of
+from vllm_eagle_mrv2.one_row import only_row
 from vllm_eagle_mrv2.speculator import DraftConfig, DraftHost, DraftLoop, GraphRun
 
 
@@ -43,6 +44,7 @@ class StockHost(DraftGraphs):
     _draft_logits: DraftLogits | None = None
     _trimmed: TrimmedHead | None = None
     _attends_by_ours = False  # in draft decodes, every attention layer of the draft
+    _one_row_is_enough = False  # for a draft prefill of one request
 
     # Attributes and methods of the stock speculator.
     method: str
@@ -120,7 +122,8 @@ class StockHost(DraftGraphs):
             self._attends_by_ours = draft_attention.install(self.model, target_model, block_size, positions)
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
             few = self._draft_few_rows if greedy and offsets is None else None
-            row_products.install(self.model, target_model, self._draft_logits, few, norms=uses_pdl())
+            installed = row_products.install(self.model, target_model, self._draft_logits, few, norms=uses_pdl())
+            self._one_row_is_enough = installed.one_row and not self._prefills_in_parts
         head = getattr(getattr(self.model, "lm_head", None), "weight", None)
         if greedy and head is not None and self.request.draft_tokens is None:
             limits = (self.loop.config.max_model_len, self.sample_offset)
@@ -297,9 +300,9 @@ class StockHost(DraftGraphs):
 
     def while_prefilling(self, num_reqs: int, mode: Any) -> AbstractContextManager[None]:
         # A PIECEWISE graph is one of so many tokens, whosever they are.
-        if num_reqs != 1 or mode.name == "PIECEWISE" or self._prefills_in_parts:
+        if num_reqs != 1 or mode.name == "PIECEWISE" or not self._one_row_is_enough:
             return nullcontext()
-        return row_products.only_row(self.loop.buffers.last_token_indices[:1])
+        return only_row(self.loop.buffers.last_token_indices[:1])
 
     def run_draft_model(
         self,

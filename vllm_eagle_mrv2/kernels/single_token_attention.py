@@ -113,6 +113,7 @@ def _single_token_attention_kernel(
     slots_ptr,
     positions_ptr,
     cos_sin_ptr,
+    index_ptr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -124,6 +125,7 @@ def _single_token_attention_kernel(
     STAGES: tl.constexpr,
     WRITES: tl.constexpr,
     ROTATES: tl.constexpr,
+    INDEXED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_kernel_ahead(PDL)
@@ -137,11 +139,16 @@ def _single_token_attention_kernel(
         request = _request_of(further, seq_lens_ptr, num_reqs, limit, TILE, LANES)
     if request == num_reqs:
         return
+    token = request.to(tl.int64)
     length = tl.load(seq_lens_ptr + request)
+    if INDEXED:
+        # Of the lone request's tokens one, which need not be the last.
+        token = tl.load(index_ptr)
+        length = tl.load(positions_ptr + token).to(tl.int32) + 1
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     mine = row < GROUP
-    out = out_ptr + request.to(tl.int64) * out_stride + (head * GROUP + row[:, None]) * WIDTH + column[None, :]
+    out = out_ptr + token * out_stride + (head * GROUP + row[:, None]) * WIDTH + column[None, :]
     if length == 0:
         # Padding: nobody reads it, but a layer that mixes rows must not meet what lies there.
         tl.store(out, tl.zeros([ROWS, WIDTH], out_ptr.dtype.element_ty), mask=mine[:, None])
@@ -156,11 +163,11 @@ def _single_token_attention_kernel(
     splits = tl.cdiv(length, share)
     if split >= splits:
         return  # nobody's, where a lone request was not searched for
-    queries = query_ptr + request.to(tl.int64) * query_stride + (head * GROUP + row[:, None]) * WIDTH
+    queries = query_ptr + token * query_stride + (head * GROUP + row[:, None]) * WIDTH
     query = tl.load(queries + column[None, :], mask=mine[:, None], other=0.0)
     if ROTATES:
         partner = (column + WIDTH // 2) % WIDTH
-        angles = cos_sin_ptr + tl.load(positions_ptr + request) * WIDTH + column % (WIDTH // 2)
+        angles = cos_sin_ptr + tl.load(positions_ptr + token) * WIDTH + column % (WIDTH // 2)
         cos, sin = tl.load(angles).to(tl.float32), tl.load(angles + WIDTH // 2).to(tl.float32)
         partners = tl.load(queries + partner[None, :], mask=mine[:, None], other=0.0)
         query = _rotated(query, partners, cos[None, :], sin[None, :], column[None, :], WIDTH)
@@ -175,16 +182,16 @@ def _single_token_attention_kernel(
         end = tl.minimum(end, length - 1)
         last = split == splits - 1
         slot = tl.load(slots_ptr + request, mask=last, other=-1)  # -1 in the rows of a dummy run
-        keys_own = key_ptr + request.to(tl.int64) * key_stride + head * WIDTH
+        keys_own = key_ptr + token * key_stride + head * WIDTH
         key = tl.load(keys_own + column)
         if ROTATES:
             key = _rotated(key, tl.load(keys_own + partner), cos, sin, column, WIDTH)
-        value = tl.load(value_ptr + request.to(tl.int64) * value_stride + head * WIDTH + column)
+        value = tl.load(value_ptr + token * value_stride + head * WIDTH + column)
     for start in tl.range(split * share, end, TILE, num_stages=STAGES):
-        token = start + tl.arange(0, TILE)
-        live = token < end
-        block = tl.load(table + token // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        place = block * cache_stride_block + (token % BLOCK_SIZE) * cache_stride_slot + head * cache_stride_head
+        earlier = start + tl.arange(0, TILE)
+        live = earlier < end
+        block = tl.load(table + earlier // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        place = block * cache_stride_block + (earlier % BLOCK_SIZE) * cache_stride_slot + head * cache_stride_head
         keys = tl.load(key_cache_ptr + place[:, None] + column[None, :], mask=live[:, None], other=0.0)
         values = tl.load(value_cache_ptr + place[:, None] + column[None, :], mask=live[:, None], other=0.0)
         scores = tl.where(live[None, :], tl.dot(query, keys.trans()) * scale, float("-inf"))
@@ -283,6 +290,7 @@ class SingleTokenAttention:
         slots: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend; the token's own key and value are in the cache, or are written there.
 
@@ -300,8 +308,10 @@ class SingleTokenAttention:
             positions: [n] int64, where RoPE is yet to turn the queries and the keys given here.
             cos_sin: [max_model_len, D] contiguous, for each position D/2 cosines and then the sines, as in vLLM's
                 ``RotaryEmbedding`` of NeoX's order; given with positions.
+            index: [1] int64, given with positions, and without a key: all n tokens are of one request, and this is the
+                only one that attends, to those up to its position.  Its output alone is written.
         """
-        num_reqs = query.shape[0]
+        num_reqs = query.shape[0] if index is None else 1
         launch(_single_token_attention_kernel, (self.num_kv_heads, num_reqs + self._spread - 1))(
             query,
             query.stride(0),
@@ -324,6 +334,7 @@ class SingleTokenAttention:
             slots,
             positions,
             cos_sin,
+            index,
             GROUP=self.group,
             ROWS=self.rows,
             WIDTH=self.width,
@@ -335,6 +346,7 @@ class SingleTokenAttention:
             STAGES=self._stages,
             WRITES=key is not None,
             ROTATES=positions is not None,
+            INDEXED=index is not None,
             num_warps=self._warps,
             **pdl(),
         )
