@@ -4,6 +4,7 @@
 #   bash ci/gpu_matrix.sh ROOT OUT tests RELEASE... [-- ARGUMENTS]       tests/gpu, every release at the same time
 #   bash ci/gpu_matrix.sh ROOT OUT times RELEASE... [-- ARGUMENTS]       ci/ab_time.py: engines up together, measured in turn
 #   bash ci/gpu_matrix.sh ROOT OUT timelines RELEASE... [-- ARGUMENTS]   ci/draft_timeline.py, likewise
+#   bash ci/gpu_matrix.sh ROOT OUT kernels RELEASE... [-- ARGUMENTS]     ci/kernel_times.py; all kernels, or those named
 #
 # A RELEASE may bring arguments of its own, '0.26.0 --steps 7 --batch 1 32', and stand there several times. Tests named by
 # a path take the place of tests/gpu.
@@ -86,8 +87,13 @@ in_turn() { # script, job, folder, arguments
 }
 times() { in_turn ci/ab_time.py "$@"; }
 timelines() { in_turn ci/draft_timeline.py "$@"; }
+kernels() { # job, folder, arguments
+  local job=$1 folder=$2
+  shift 2
+  on "$job" "$python" ci/kernel_times.py "$@" >"$folder/$what.jsonl" 2>"$folder/log"
+}
 
-case $what in tests | times | timelines) ;; *) usage ;; esac
+case $what in tests | times | timelines | kernels) ;; *) usage ;; esac
 for job in "${jobs[@]}"; do
   # Before any starts: those that take turns would wait for one that never comes.
   [[ -d $root/site-${job%% *} ]] || { printf 'error: %s has no site-%s\n' "$root" "${job%% *}" >&2; exit 2; }

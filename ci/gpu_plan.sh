@@ -3,16 +3,16 @@
 #
 #   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_33] [pairs_0_20] [pairs] ['pairs_8b [RELEASE...]'] \
 #     [pairs_flashinfer] ['tests [RELEASE...]'] [ranks] [kernels] ['timelines [RELEASE...]'] [more] [alone] [host] \
-#     ['older [RELEASE...]'] ['older_8b [K...]']
+#     ['older [RELEASE...]'] ['older_8b [K...]'] ['kernel_times [KERNEL...]']
 #
-# all but the last three where none is named, and in the order that they are named in, several times if so. starts:
+# all but the last four where none is named, and in the order that they are named in, several times if so. starts:
 # what engines take that start alone, their caches empty. pairs_0_33, pairs_0_20, pairs, pairs_8b, pairs_flashinfer:
 # stock and ours in turn, in the cases that have a target, of 1B on 0.33.0, on 0.20.2, and on 0.22.1 and 0.26.0, of 8B
 # on all but 0.33.0, and with FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with 0.26.0:...). tests:
 # tests/gpu on four releases. ranks: those that need two GPUs. kernels: their tests, and compute-sanitizer. timelines:
 # where the time of draft phases goes, and the host's. more: pairs of 0.26.0 in further cases. alone: what single
 # behaviours gain. host: the timelines of 0.33.0 at K=3 alone, on the same cores. older, older_8b: what 0.20.2 and 0.22.1
-# gain at other K and batch sizes.
+# gain at other K and batch sizes. kernel_times: how long kernels of ours take, those named or all.
 #
 # EAGLE_MRV2_GPU=1 has a plan keep to that GPU and its share of the cores, beside another plan on the other:
 #
@@ -149,7 +149,8 @@ ranks() {
 }
 
 kernels() {
-  local units=(tests/unit/test_{batch_queue,kernels,sampling,single_token_attention,row_product,few_rows_product,greedy,compile_ahead}.py)
+  local units=(tests/unit/test_{batch_queue,kernels,sampling,single_token_attention,row_product,few_rows_product,greedy}.py
+    tests/unit/test_{add_rms_norm,take_rows,compile_ahead}.py)
   beside 0 kernels 420 tests "0.26.0 tests/gpu/test_sanitizer.py ${units[*]} -n 3 --dist loadfile" -- "${reports[@]}"
   all_ended
 }
@@ -167,9 +168,15 @@ more() {
 
 alone() {
   local names=(fused_draft_decode one_draft_graph row_products single_token_attention two_stage_argmax)
+  names+=(programmatic_dependent_launch)
   beside 0 alone 400 times "${names[@]/#/0.26.0 --steps 7 --batch 1 32 --disable }" -- "${in_turn[@]}"
   ! has_flashinfer || beside 1 alone-flashinfer 400 times "$on_flashinfer --disable draft_graphs_by_support" \
     "$on_flashinfer --disable single_token_attention" -- "${in_turn[@]}" --rounds 11
+  all_ended
+}
+
+kernel_times() {
+  beside 0 kernel-times 300 kernels "0.26.0 $*" --
   all_ended
 }
 
