@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import pytest
@@ -425,7 +426,7 @@ def test_kernels_begin_before_the_one_ahead_has_ended() -> None:
     """And draft the same: nothing is read before it is written."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU has no programmatic dependent launch")
-    tokens, lengths, early = {}, {}, {}
+    tokens, lengths, gaps = {}, {}, {}
     for name, disable in (("on", []), ("off", ["programmatic_dependent_launch"])):
         with engine("eagle_mrv2", family="eagle3", options={"disable": disable}, compilation_config=SIZES) as llm:
             assert uses_pdl() is not bool(disable)
@@ -436,14 +437,16 @@ def test_kernels_begin_before_the_one_ahead_has_ended() -> None:
                 greedy(llm, held_out_prompts(1), TOKENS)
                 torch.cuda.synchronize()
             events = sorted(profile.events(), key=lambda event: event.time_range.start)
-            early[name] = Counter(
-                event.name for ahead, event in pairwise(events) if event.time_range.start < ahead.time_range.end
-            )
+            gaps[name] = [
+                (event.name, event.time_range.start - ahead.time_range.end) for ahead, event in pairwise(events)
+            ]
     assert tokens["on"] == tokens["off"]
     assert lengths["on"] == pytest.approx(lengths["off"], abs=0.05)
-    for kernel in ("single_token_attention", "row_product", "add_rms_norm", "block_keys", "step_update"):
-        on, off = (sum(count for name, count in each.items() if kernel in name) for each in early.values())
-        assert on > 5 > off, (kernel, early)
+    sampler = "sample_blocks" if release < Version("0.22") else "block_keys"
+    for kernel in ("single_token_attention", "row_product", "add_rms_norm", sampler, "step_update"):
+        on, off = (median([gap for name, gap in each if kernel in name] or [0]) for each in gaps.values())
+        # The profiler's times of kernels behind each other may overlap by 0.1 us as it is.
+        assert on < min(off, 0) - 0.1, (kernel, on, off)
 
 
 # What asks nothing of the builders hides what they do.
