@@ -77,7 +77,7 @@ def check_what_precedes(ptx: str, *, weights: bool) -> None:
     loads = [line for line in ptx.splitlines() if "ld.global" in line]
     assert bool(loads) == weights
     assert all("evict_" in line for line in loads)
-    assert not any(word in ptx for word in ("st.global", "atom.", "ret;"))
+    assert not any(word in ptx for word in ("st.global", "cp.async", "atom.", "ret;"))
 
 
 def call_every_kernel() -> None:

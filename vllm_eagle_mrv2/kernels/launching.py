@@ -62,7 +62,8 @@ def wait_for_kernel_ahead(PDL: tl.constexpr):
 
     To be called once by every program, before it returns, writes, or reads what any kernel of a draft writes.  The next
     kernel comes no earlier, so that not more than two are under way: what a program reads before it calls this must be
-    safe from the one kernel ahead alone.
+    safe from the one kernel ahead alone.  Before any loop: from within one that is pipelined loads move ahead of it
+    (triton-lang/triton#11905), or it does not compile for Blackwell (vllm-project/vllm#30872).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
