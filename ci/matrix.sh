@@ -11,7 +11,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 export EAGLE_MRV2_STACK=cpu
 source ci/env.sh
 
-declare -A LIMIT=([full]=55m [short]=10m) # an engine that hangs must not cost the other releases their run
+declare -A LIMIT=([full]=70m [short]=10m) # an engine that hangs must not cost the other releases their run
 record=
 runs=()
 for argument; do

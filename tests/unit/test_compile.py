@@ -27,7 +27,7 @@ def test_kernels_compile_for_nvidia_gpus(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     *compiled, last = run.stdout.splitlines()
