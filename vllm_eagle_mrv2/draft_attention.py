@@ -20,6 +20,7 @@ import torch
 from vllm_eagle_mrv2 import compile_ahead
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.one_row import row_read
+from vllm_eagle_mrv2.surface import class_path
 
 _ATTENTION = "vllm.model_executor.models.llama.LlamaAttention"
 """The module that hands what RoPE returns to its attention layer, and nobody else."""
@@ -121,7 +122,11 @@ def _take_ropes(draft: torch.nn.Module, layers: list[Any], positions: torch.Tens
     taken: dict[int, Rope] = {}
     for module in list(draft.modules()):
         layer: Any = getattr(module, "attn", None)
-        if id(layer) in known and _name(module) == _ATTENTION and _is_plain_rope(module.rotary_emb, layer.impl):
+        if (
+            id(layer) in known
+            and class_path(type(module)) == _ATTENTION
+            and _is_plain_rope(module.rotary_emb, layer.impl)
+        ):
             module.rotary_emb = taken[id(layer)] = Rope(module.rotary_emb, positions)
     return taken
 
@@ -145,7 +150,7 @@ def _is_plain(impl: Any) -> bool:
     """Whether a layer's implementation is attention of a decoder over a cache in 16 bit, with no more to it."""
     field = functools.partial(getattr, impl)
     return (
-        _name(impl) in (_FLASH_ATTENTION, _FLASHINFER)
+        class_path(type(impl)) in (_FLASH_ATTENTION, _FLASHINFER)
         and field("head_size", 0) in (16, 32, 64, 128, 256)
         and field("alibi_slopes", _MISSING) is None
         and field("sliding_window", _MISSING) == (-1, -1)
@@ -158,10 +163,6 @@ def _is_plain(impl: Any) -> bool:
     )
 
 
-def _name(impl: Any) -> str:
-    return f"{type(impl).__module__}.{type(impl).__qualname__}"
-
-
 def _shape(impl: Any) -> tuple[int, int, int]:
     return impl.num_heads, impl.num_kv_heads, impl.head_size
 
@@ -170,6 +171,22 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
     stock_forward = impl.forward
     shape = _shape(impl)
     update = _CacheUpdate(impl, rope)
+
+    def attend(
+        query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, **how: Any
+    ) -> Any:
+        key_cache, value_cache = _caches(kv_cache, impl)
+        return kernels[shape](
+            query,
+            key_cache,
+            value_cache,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            impl.scale,
+            output,
+            **how,
+            **({} if rope is None else rope.angles(len(query))),
+        )
 
     def forward(
         layer: Any,
@@ -189,38 +206,21 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
                 kernels[shape] = SingleTokenAttention(*shape, query.device)
         elif plain and _is_for_us(attn_metadata, query):
             num_reqs = attn_metadata.num_actual_tokens
-            key_cache, value_cache = _caches(kv_cache, impl)
             where, _ = update.taken()
-            kernels[shape](
+            attend(
                 query[:num_reqs],
-                key_cache,
-                value_cache,
-                attn_metadata.block_table,
-                attn_metadata.seq_lens,
-                impl.scale,
+                kv_cache,
+                attn_metadata,
                 output[:num_reqs],
                 key=None if where is None else key[:num_reqs],
                 value=None if where is None else value[:num_reqs],
                 slots=where,
-                **({} if rope is None else rope.angles(num_reqs)),
             )
             return output
         elif rope is not None:
             row, (_, keys_are_turned) = row_read(), update.taken()
             if plain and row is not None and keys_are_turned and _is_one_request(attn_metadata, query):
-                key_cache, value_cache = _caches(kv_cache, impl)
-                kernels[shape](
-                    query,
-                    key_cache,
-                    value_cache,
-                    attn_metadata.block_table,
-                    attn_metadata.seq_lens,
-                    impl.scale,
-                    output,
-                    index=row,
-                    **rope.angles(len(query)),
-                )
-                return output
+                return attend(query, kv_cache, attn_metadata, output, index=row)
             rope.turn(query, *([] if keys_are_turned else [key]))
         return stock_forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
 
@@ -270,18 +270,21 @@ def _metadata_of(layer: Any) -> Any:
 def _is_for_us(attn_metadata: Any, query: torch.Tensor) -> bool:
     return (
         getattr(attn_metadata, "max_query_len", 0) == 1  # FlashInfer's tells lengths and blocks to the device alone
-        and not getattr(attn_metadata, "use_cascade", False)  # none from 0.32 on
-        and attn_metadata.causal is True
+        and _is_plain_batch(attn_metadata, query)
         and len(attn_metadata.seq_lens) == attn_metadata.num_actual_tokens
-        and query.dtype in (torch.bfloat16, torch.float16)
     )
 
 
 def _is_one_request(attn_metadata: Any, query: torch.Tensor) -> bool:
     """Whether the tokens are of one request, which FlashAttention's metadata describes, as FlashInfer's does not."""
+    return len(getattr(attn_metadata, "seq_lens", ())) == len(
+        getattr(attn_metadata, "block_table", ())
+    ) == 1 and _is_plain_batch(attn_metadata, query)
+
+
+def _is_plain_batch(attn_metadata: Any, query: torch.Tensor) -> bool:
     return (
-        len(getattr(attn_metadata, "seq_lens", ())) == len(getattr(attn_metadata, "block_table", ())) == 1
-        and not getattr(attn_metadata, "use_cascade", False)
+        not getattr(attn_metadata, "use_cascade", False)  # none from 0.32 on
         and attn_metadata.causal is True
         and query.dtype in (torch.bfloat16, torch.float16)
     )
@@ -293,7 +296,7 @@ def _caches(kv_cache: torch.Tensor, impl: Any) -> tuple[torch.Tensor, ...]:
     if kv_cache.dim() == 4:  # [blocks, kv_heads, block size, 2 * D]
         views = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
     else:  # [2, blocks, ...], or the other way round
-        views = kv_cache.unbind(0 if _name(impl) == _FLASH_ATTENTION and _two_come_first() else 1)
+        views = kv_cache.unbind(0 if class_path(type(impl)) == _FLASH_ATTENTION and _two_come_first() else 1)
     return views
 
 

@@ -13,6 +13,7 @@ import torch
 
 from vllm_eagle_mrv2 import compile_ahead
 from vllm_eagle_mrv2.kernels.add_rms_norm import MAX_WIDTH, add_rms_norm
+from vllm_eagle_mrv2.surface import class_path
 
 _RMS_NORM = "vllm.model_executor.layers.layernorm.RMSNorm"
 _library = torch.library.Library("vllm_eagle_mrv2", "FRAGMENT")
@@ -33,13 +34,10 @@ torch.library.register_fake(
 )
 
 
-def install(modules: list[torch.nn.Module]) -> int:
+def install(modules: list[torch.nn.Module]) -> None:
     """Have those of vLLM's RMS norms among the modules that are no more than that add their residuals by our kernel.
 
     A norm without a residual stays as it is: those stand where a decode begins, with an embedding before them.
-
-    Returns:
-        how many.
     """
     norms: list[Any] = [module for module in modules if _is_plain(module)]
     for norm in norms:
@@ -47,12 +45,11 @@ def install(modules: list[torch.nn.Module]) -> int:
     for weight, eps in {norm.weight.shape: (norm.weight, norm.variance_epsilon) for norm in norms}.values():
         row = torch.empty(1, len(weight), dtype=weight.dtype, device="meta")
         compile_ahead.submit(weight.device, functools.partial(add_rms_norm, row, row, weight.data, eps))
-    return len(norms)
 
 
 def _is_plain(norm: Any) -> bool:
     return (
-        f"{type(norm).__module__}.{type(norm).__qualname__}" == _RMS_NORM
+        class_path(type(norm)) == _RMS_NORM
         and norm.variance_size_override is None
         and isinstance(norm.weight, torch.nn.Parameter)  # else it has none
         and norm.weight.dtype in (torch.bfloat16, torch.float16, torch.float32)

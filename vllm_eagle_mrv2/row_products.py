@@ -22,6 +22,7 @@ from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.one_row import row_read
 from vllm_eagle_mrv2.options import OPTIONS_KEY
+from vllm_eagle_mrv2.surface import class_path
 
 _library = torch.library.Library("vllm_eagle_mrv2", "DEF")
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias, bool behind_attention=False) -> Tensor")
@@ -182,20 +183,16 @@ def _is_linear(layer: Any) -> bool:
 
 def _behind_attention(modules: list[Any], gated: list[Any]) -> set[int]:
     """Layers that come behind the only attention of a draft like Llama's; of one with several, none."""
-    attentions = [module for module in modules if _name(module) == _ATTENTION]
+    attentions = [module for module in modules if class_path(type(module)) == _ATTENTION]
     if not sum(hasattr(module, "impl") for module in modules) == len(attentions) == len(gated) == 1:
         return set()
     return {id(attentions[0].o_proj), id(gated[0].gate_up_proj), id(gated[0].down_proj)}
 
 
-def _name(module: Any) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
 def _is_gated(module: Any) -> bool:
     """Whether a module's activation can be a part of the product before it."""
     return (
-        _name(module) in _GATED
+        class_path(type(module)) in _GATED
         and type(module.act_fn).__name__ == "SiluAndMul"
         and _is_linear(module.gate_up_proj)
         and getattr(module.gate_up_proj, "bias", None) is None

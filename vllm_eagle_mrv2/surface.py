@@ -120,6 +120,11 @@ def describe_installed(symbol: Symbol) -> Entry:
     return _describe(owner, last, _member(owner, last, symbol.module))
 
 
+def class_path(cls: type) -> str:
+    """The dotted path of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def assigned_on_self(tree: ast.AST) -> set[str]:
     """Names ``x`` of every assignment to ``self.x`` in the tree, whichever method makes it."""
     return {
@@ -163,7 +168,7 @@ def _describe(owner: Any, name: str, member: Any) -> Entry:
 def _describe_class(cls: type) -> Entry:
     entry = {
         "kind": "class",
-        "bases": [f"{base.__module__}.{base.__qualname__}" for base in cls.__bases__ if base is not object],
+        "bases": [class_path(base) for base in cls.__bases__ if base is not object],
     }
     return {**entry, **_signature(cls, 0), "fields": _annotated_fields(cls)}
 

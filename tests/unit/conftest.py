@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
+
+
+@pytest.fixture
+def one_rank_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's layers can be made, and their products become ours."""
+    from support import multiply_as_on_a_gpu
+    from test_head import tensor_parallel
+
+    multiply_as_on_a_gpu(monkeypatch)
+    with tensor_parallel():
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,24 +11,15 @@ from torch import nn
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from support import multiply_as_on_a_gpu
-from test_head import HIDDEN, tensor_parallel
+from test_head import HIDDEN
 
 from vllm_eagle_mrv2 import draft_norms, row_products
 from vllm_eagle_mrv2.kernels import launching
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layers are on the CPU, for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    with tensor_parallel():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply_as_on_a_gpu(monkeypatch)
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the layers are on the CPU, for the interpreter"),
+    pytest.mark.usefixtures("one_rank_as_on_a_gpu"),
+]
 
 
 @pytest.fixture

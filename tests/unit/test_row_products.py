@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,7 @@ from torch import nn
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from support import multiply_as_on_a_gpu
-from test_head import HIDDEN, VOCAB, Model, tensor_parallel, trim, whole_head
+from test_head import HIDDEN, VOCAB, Model, trim, whole_head
 
 from vllm_eagle_mrv2 import compile_ahead, row_products
 from vllm_eagle_mrv2.draft_logits import DraftLogits
@@ -24,18 +23,10 @@ from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 
 PADDED = 320  # rows of a head of VOCAB
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layers are on the CPU, for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    with tensor_parallel():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply_as_on_a_gpu(monkeypatch)
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the layers are on the CPU, for the interpreter"),
+    pytest.mark.usefixtures("one_rank_as_on_a_gpu"),
+]
 
 
 class Draft(Model):

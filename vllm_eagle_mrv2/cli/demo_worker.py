@@ -10,6 +10,7 @@ from typing import Any
 from vllm_eagle_mrv2.cli.demo_types import Job, Measurement
 from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
 from vllm_eagle_mrv2.cli.engine_process import serve
+from vllm_eagle_mrv2.surface import class_path
 
 PROMPT_ROOM = 256
 """Tokens that the longest prompt may have, so that the KV cache need not hold the checkpoint's whole context."""
@@ -87,8 +88,8 @@ def _speculator_classes(llm: Any) -> dict[str, Any]:
         return {}
     managers = [value for value in vars(speculator).values() if _is_graph_manager(value)]
     return {
-        "speculator_class": _class_name(speculator),
-        "graph_manager_classes": [_class_name(manager) for manager in managers],
+        "speculator_class": class_path(type(speculator)),
+        "graph_manager_classes": [class_path(type(manager)) for manager in managers],
         # Hosts of other packages are built of this one's classes too.
         "is_eagle_mrv2": any(base.__module__.startswith("vllm_eagle_mrv2.") for base in type(speculator).__mro__),
     }
@@ -96,10 +97,6 @@ def _speculator_classes(llm: Any) -> dict[str, Any]:
 
 def _is_graph_manager(value: object) -> bool:
     return any(base.__name__ == "CudaGraphManager" for base in type(value).__mro__)
-
-
-def _class_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from vllm_eagle_mrv2.hosts import installed_release
 from vllm_eagle_mrv2.hosts.draft_lengths import FollowsSchedule, hidden_schedule
 from vllm_eagle_mrv2.hosts.fused import FusedHost
 from vllm_eagle_mrv2.speculator import GraphRun
+from vllm_eagle_mrv2.surface import class_path
 
 _BACKENDS = "vllm.v1.attention.backends"
 _REFRESH_IS_COMPLETE = {
@@ -38,8 +39,7 @@ def refresh_is_complete(attn_groups: Any) -> bool:
     """Whether every builder's refresh does without a build by the host before a replay."""
     builders = [group.get_metadata_builder() for group in chain.from_iterable(attn_groups)]
     return all(
-        f"{type(builder).__module__}.{type(builder).__qualname__}" in _REFRESH_IS_COMPLETE
-        and getattr(builder, "rswa_window", None) is None
+        class_path(type(builder)) in _REFRESH_IS_COMPLETE and getattr(builder, "rswa_window", None) is None
         for builder in builders
     )
 

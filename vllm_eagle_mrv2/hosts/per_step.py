@@ -29,6 +29,7 @@ from vllm_eagle_mrv2.hosts.draft_graphs import longest_query
 from vllm_eagle_mrv2.hosts.draft_lengths import FollowsSchedule, hidden_schedule
 from vllm_eagle_mrv2.sampling import OwnSampling
 from vllm_eagle_mrv2.speculator import GraphRun
+from vllm_eagle_mrv2.surface import class_path
 
 runner_seams.install()
 
@@ -274,7 +275,7 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
 
 def _builds_on_device(builder: Any) -> bool:
     """Whether a builder's ``build`` for one token a request is device work alone, on buffers that it keeps."""
-    name = f"{type(builder).__module__}.{type(builder).__qualname__}"
+    name = class_path(type(builder))
     # FlashInfer's own decode kernels need a plan by the host; XQA and trtllm-gen read lengths and blocks on the device.
     device_lengths = name == _FLASHINFER and getattr(builder, "use_trtllm_decode_attention", False)
     return name in _CAPTURABLE_BUILDERS or device_lengths
