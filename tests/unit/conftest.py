@@ -12,15 +12,21 @@ if TYPE_CHECKING:
     import torch
 
 
-@pytest.fixture
-def one_rank_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM's layers can be made, and their products become ours."""
-    from support import multiply_as_on_a_gpu
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """vLLM's layers can be made."""
     from test_head import tensor_parallel
 
-    multiply_as_on_a_gpu(monkeypatch)
     with tensor_parallel():
         yield
+
+
+@pytest.fixture
+def one_rank_as_on_a_gpu(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their products become ours."""
+    from support import multiply_as_on_a_gpu
+
+    multiply_as_on_a_gpu(monkeypatch)
 
 
 @pytest.fixture

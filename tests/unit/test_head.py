@@ -127,12 +127,6 @@ def check_against_the_whole_head(kept: tuple[int, ...], **how: Any) -> None:
     assert target.lm_head is draft.lm_head
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    with tensor_parallel():
-        yield
-
-
 @pytest.mark.parametrize("how", [{}, {"scale": 0.25}, {"soft_cap": 2.0}, {"scale": 3.0, "soft_cap": 1.5}], ids=str)
 @pytest.mark.parametrize("kept", [(0,), (3, 7, 8, 120, 299), LOW_IDS, tuple(range(VOCAB - 1))], ids=len)
 @pytest.mark.usefixtures("one_rank")
