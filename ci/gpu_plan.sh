@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] [pairs_0_33] [pairs_0_20] [pairs] ['pairs_8b [RELEASE...]'] \
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] ['pairs [RELEASE...]'] ['pairs_8b [RELEASE...]'] \
 #     [pairs_flashinfer] ['tests [RELEASE...]'] [ranks] [kernels] ['timelines [RELEASE...]'] [more] [alone] [host] \
 #     ['older [RELEASE...]'] ['older_8b [K...]'] ['kernel_times [KERNEL...]']
 #
 # all but the last four where none is named, and in the order that they are named in, several times if so. starts:
-# what engines take that start alone, their caches empty. pairs_0_33, pairs_0_20, pairs, pairs_8b, pairs_flashinfer:
-# stock and ours in turn, in the cases that have a target, of 1B on 0.33.0, on 0.20.2, and on 0.22.1 and 0.26.0, of 8B
-# on all but 0.33.0, and with FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with 0.26.0:...). tests:
-# tests/gpu on four releases. ranks: those that need two GPUs. kernels: their tests, and compute-sanitizer. timelines:
-# where the time of draft phases goes, and the host's. more: pairs of 0.26.0 in further cases. alone: what single
-# behaviours gain. host: the timelines of 0.33.0 at K=3 alone, on the same cores. older, older_8b: what 0.20.2 and 0.22.1
-# gain at other K and batch sizes. kernel_times: how long kernels of ours take, those named or all.
+# what engines take that start alone, their caches empty. pairs, pairs_8b, pairs_flashinfer: stock and ours in turn, in
+# the cases that have a target: of 1B (0.22.1 and 0.26.0, or those named), of 8B (all but 0.33.0, or those named, three
+# at most, again if named again), and with FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with
+# 0.26.0:...). tests: tests/gpu on four releases. ranks: those that need two GPUs. kernels: their tests, and
+# compute-sanitizer. timelines: where the time of draft phases goes, and the host's. more: pairs of 0.26.0 in further
+# cases. alone: what single behaviours gain. host: the timelines of 0.33.0 at K=3 alone, on the same cores. older,
+# older_8b: what 0.20.2 and 0.22.1 gain at other K and batch sizes. kernel_times: how long kernels of ours take, those
+# named or all.
 #
 # EAGLE_MRV2_GPU=1 has a plan keep to that GPU and its share of the cores, beside another plan on the other:
 #
 #   bash ci/gpu_lease.sh start -c 'EAGLE_MRV2_GPU=0 bash ci/gpu_plan.sh pairs & EAGLE_MRV2_GPU=1 bash ...; wait; ...'
 set -u
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-(($#)) || set -- starts pairs_0_33 pairs_0_20 pairs pairs_8b pairs_flashinfer tests ranks kernels timelines more alone
+(($#)) || set -- starts 'pairs 0.20.2 0.33.0' pairs pairs_8b pairs_flashinfer tests ranks kernels timelines more alone
 say() { printf '[%(%T)T] %s\n' -1 "$*"; }
 gpus=$(nvidia-smi -L | wc -l) first_gpu=0
 share=$(($(nproc) / gpus)) # of the cores, for each
@@ -66,43 +67,29 @@ starts() {
   all_ended
 }
 
-# So many pairs of a case, as they differ by 1 to 2 % though the rounds of each agree.
-several() {
-  local again=('' ' --pair '{2,3,4})
-  again=("${again[@]:0:$1}")
-  printf '%s\n' "${again[@]/#/$2}"
-}
-
 eagle3='--shape 8b --family eagle3 --steps 5'
 
-pairs_0_33() {
-  local cases
-  mapfile -t cases < <(several 4 '0.33.0 --steps 3 --rounds 41') # the host decides
-  beside 0 pairs-0.33 500 times "${cases[@]}" '0.33.0 --steps 7 --batch 1 32' -- "${in_turn[@]}"
-  all_ended
-}
-
-pairs_0_20() {
-  local cases
-  mapfile -t cases < <(several 3 '0.20.2 --steps 7 --batch 1 32')
-  beside 0 pairs-0.20 500 times "${cases[@]}" '0.20.2 --steps 3' -- "${in_turn[@]}"
-  all_ended
-}
-
 pairs() {
-  beside 0 pairs-1b 500 times '0.26.0 --steps '{3,7}' --batch 1 8 32' '0.26.0 --steps 7 --draft-vocab 32768' \
-    '0.22.1 --steps 3' '0.22.1 --steps 7 --batch 1 32' -- "${in_turn[@]}"
+  local release cases=()
+  (($#)) || set -- 0.22.1 0.26.0
+  for release; do
+    case $release in
+    0.26.0) cases+=("$release --steps "{3,7}' --batch 1 8 32' "$release --steps 7 --draft-vocab 32768") ;;
+    # The host decides at K=3 there.
+    0.33.0) cases+=("$release --steps 3 --rounds 41 --pair "{1,2} "$release --steps 7 --batch 1 32") ;;
+    *) cases+=("$release --steps 3" "$release --steps 7 --batch 1 32") ;;
+    esac
+  done
+  beside 0 "pairs-$(IFS=-; printf '%s' "$*")" 500 times "${cases[@]}" -- "${in_turn[@]}"
   all_ended
 }
 
-pairs_8b() {
-  local release cases
+pairs_8b() { # six engines on a GPU: its memory
+  local release cases=()
   (($#)) || set -- 0.20.2 0.22.1 0.26.0
-  for release; do # six engines on a GPU: its memory
-    mapfile -t cases < <(several 3 "$release $eagle3")
-    beside 0 "pairs-8b-$release" 300 times "${cases[@]}" -- "${in_turn[@]}" --rounds 11
-    all_ended
-  done
+  for release; do cases+=("$release $eagle3 --pair $((${#cases[@]} + 1))"); done
+  beside 0 pairs-8b 300 times "${cases[@]}" -- "${in_turn[@]}" --rounds 11
+  all_ended
 }
 
 pairs_flashinfer() { # which takes minutes to start
@@ -150,7 +137,7 @@ ranks() {
 
 kernels() {
   local units=(tests/unit/test_{batch_queue,kernels,sampling,single_token_attention,row_product,few_rows_product,greedy}.py
-    tests/unit/test_{add_rms_norm,take_rows,compile_ahead}.py)
+    tests/unit/test_compile_ahead.py)
   beside 0 kernels 420 tests "0.26.0 tests/gpu/test_sanitizer.py ${units[*]} -n 3 --dist loadfile" -- "${reports[@]}"
   all_ended
 }
@@ -168,7 +155,6 @@ more() {
 
 alone() {
   local names=(fused_draft_decode one_draft_graph row_products single_token_attention two_stage_argmax)
-  names+=(programmatic_dependent_launch)
   beside 0 alone 400 times "${names[@]/#/0.26.0 --steps 7 --batch 1 32 --disable }" -- "${in_turn[@]}"
   ! has_flashinfer || beside 1 alone-flashinfer 400 times "$on_flashinfer --disable draft_graphs_by_support" \
     "$on_flashinfer --disable single_token_attention" -- "${in_turn[@]}" --rounds 11

@@ -24,10 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_eagle_mrv2.kernels.add_rms_norm import add_rms_norm
 from vllm_eagle_mrv2.kernels.few_rows_product import MAX_ROWS, few_rows_by_temperature, few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
-from vllm_eagle_mrv2.kernels.launching import allow_pdl
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
@@ -244,70 +242,6 @@ def attentions(*, writes: bool, turns: bool = False) -> Cases:
         )
 
 
-class Decode:
-    """A draft decode of one request of 200 tokens like an EAGLE-3 draft's, from its first product on."""
-
-    heads, kv_heads, page, length, head_rows = 32, 8, 16, 200, 32_000
-
-    def __init__(self, hidden: int, wide: int, width: int) -> None:
-        groups = self.heads + 2 * self.kv_heads
-        self.shapes = (
-            (groups * width, 2 * hidden),
-            (hidden, self.heads * width),
-            (2 * wide, hidden),
-            (hidden, wide),
-            (self.head_rows, hidden),
-        )
-        in_bfloat16 = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-        self.row, self.residual, self.norm = in_bfloat16(2 * hidden), in_bfloat16(1, hidden), in_bfloat16(hidden)
-        self.keys, self.values = in_bfloat16(2, 16, self.page, self.kv_heads, width)
-        self.table = torch.arange(16, device="cuda", dtype=torch.int32)[None]
-        self.lengths = torch.tensor([self.length], device="cuda", dtype=torch.int32)
-        self.position = self.lengths.long() - 1
-        self.cos_sin = torch.ones(self.length, width, device="cuda", dtype=torch.bfloat16)
-        self.attention = SingleTokenAttention(self.heads, self.kv_heads, width, self.row.device)
-
-    def __call__(self, weights: list[torch.Tensor], *, pdl: bool) -> torch.Tensor:
-        """Keys of the argmax."""
-        allow_pdl(pdl)
-        of_qkv, of_o, of_gates, of_down, of_head = weights
-        width = self.cos_sin.shape[1]
-        qkv = row_product(self.row, of_qkv).view(1, -1, width)
-        query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        attended = self.attention(
-            query,
-            self.keys,
-            self.values,
-            self.table,
-            self.lengths,
-            width**-0.5,
-            torch.empty_like(query),
-            key=key,
-            value=value,
-            slots=self.position,
-            positions=self.position,
-            cos_sin=self.cos_sin,
-        )
-        normed, total = add_rms_norm(row_product(attended.view(-1), of_o)[None], self.residual, self.norm, 1e-5)
-        out = row_product(gated_row_product(normed[0], of_gates), of_down)
-        normed, _ = add_rms_norm(out[None], total, self.norm, 1e-5)
-        return argmax_keys(row_product(normed[0], of_head)[None])
-
-
-def decodes() -> Cases:
-    """Whole draft decodes; in PyTorch's place the same without programmatic dependent launch."""
-    for name, decode in (("1b", Decode(2048, 8192, 64)), ("8b", Decode(4096, 14336, 128))):
-        size = 2 * sum(outputs * width for outputs, width in decode.shapes)
-        weights = [
-            [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / 64 for shape in decode.shapes]
-            for _ in range(int(PASSED_BY // size) + 2)
-        ]
-        with_pdl: list[Work] = [partial(decode, each, pdl=True) for each in weights * 4]
-        without: list[Work] = [partial(decode, each, pdl=False) for each in weights * 4]
-        yield f"{name}, one request", with_pdl, without, size
-    allow_pdl(True)
-
-
 KERNELS: dict[str, Callable[[], Cases]] = {
     "row_product": row_products,
     "gated_row_product": gated_products,
@@ -318,7 +252,6 @@ KERNELS: dict[str, Callable[[], Cases]] = {
     "single_token_attention": partial(attentions, writes=False),
     "writing_attention": partial(attentions, writes=True),
     "turning_attention": partial(attentions, writes=True, turns=True),
-    "decode": decodes,
 }
 
 

@@ -20,7 +20,6 @@ from triton.runtime.jit import JITFunction
 
 from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.buffers import SlotTable
-from vllm_eagle_mrv2.kernels.add_rms_norm import add_rms_norm
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
@@ -30,10 +29,8 @@ from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
-from vllm_eagle_mrv2.kernels.take_rows import take_rows
 
 CAPABILITIES = (80, 90)  # A100; H100 and H200
-READ_AHEAD = ("_row_product_kernel", "_add_rms_norm_kernel")  # weights, before they wait for the kernel ahead
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -57,27 +54,13 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
     for capability in CAPABILITIES:
-        if "PDL" in constants:
-            constants["PDL"] = capability >= 90
         compiled = triton.compile(
             ASTSource(fn=self, signature=signature, constexprs=constants),
             target=GPUTarget("cuda", capability, 32),
             options={"num_warps": num_warps},
         )
         assert "cubin" in compiled.asm
-        waits = compiled.asm["ptx"].split("griddepcontrol.wait")
-        assert len(waits) == 1 + constants.get("PDL", False)
-        if len(waits) > 1:
-            check_what_precedes(waits[0], weights=self.fn.__name__ in READ_AHEAD)
     print(self.fn.__name__, *constants.values(), flush=True)
-
-
-def check_what_precedes(ptx: str, *, weights: bool) -> None:
-    """Before a program waits for the kernel ahead it reads nothing but weights, and these it does; nor does it end."""
-    loads = [line for line in ptx.splitlines() if "ld.global" in line]
-    assert bool(loads) == weights
-    assert all("evict_" in line for line in loads)
-    assert not any(word in ptx for word in ("st.global", "cp.async", "atom.", "ret;"))
 
 
 def call_every_kernel() -> None:
@@ -122,8 +105,6 @@ def call_every_kernel() -> None:
             gated_row_product(weight[0], weight)
             row_product(weight, weight, index=mapping[2:].long())
             gated_row_product(weight, weight, index=mapping[2:].long())
-            take_rows(weight, mapping[2:].long())
-            add_rms_norm(weight, weight, weight[0], 1e-5)
         if dtype != torch.float32:
             for rows in (2, 17):
                 few, head = (torch.randn(n, 200, device=DEVICE).to(dtype) for n in (rows, 70))

@@ -28,7 +28,6 @@ class Behaviour(str, Enum):
     DRAFT_TOP_K_TOP_P = "draft_top_k_top_p"
     ROW_PRODUCTS = "row_products"
     SINGLE_TOKEN_ATTENTION = "single_token_attention"
-    PROGRAMMATIC_DEPENDENT_LAUNCH = "programmatic_dependent_launch"
 
     def __str__(self) -> str:
         return self.value
@@ -48,7 +47,6 @@ BEYOND_STOCK = frozenset(
         Behaviour.DRAFT_TOP_K_TOP_P,
         Behaviour.ROW_PRODUCTS,
         Behaviour.SINGLE_TOKEN_ATTENTION,
-        Behaviour.PROGRAMMATIC_DEPENDENT_LAUNCH,
     }
 )
 """Behaviours that the newest release's own speculator lacks too."""
@@ -74,5 +72,4 @@ _SUMMARIES = {
     Behaviour.DRAFT_TOP_K_TOP_P: "probabilistic drafts honour the request's top-k and top-p (#56724)",
     Behaviour.ROW_PRODUCTS: "products of few rows with the draft's plain weights run at the speed of memory",
     Behaviour.SINGLE_TOKEN_ATTENTION: "draft decodes turn by RoPE, attend and write the cache in one kernel",
-    Behaviour.PROGRAMMATIC_DEPENDENT_LAUNCH: "kernels of ours begin before the one ahead has ended, weights first",
 }

@@ -25,7 +25,6 @@ from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.sample_with_logits import FEW_ROWS, sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
-from vllm_eagle_mrv2.kernels.take_rows import take_rows
 
 THREAD = "eagle_mrv2_compile"
 _SWITCH_S = 5e-4
@@ -121,7 +120,6 @@ def between_passes(
     slot_table = SlotTable(integers.to(torch.int32), integers[0], 16)
     prepare_prefill_inputs(buffers, BatchQueue(_META, filters=False), 1, sample_offset=sample_offset)
     feedback = torch.empty(buffers.hidden_states.shape, dtype=buffers.hidden_states.dtype, device=_META)
-    take_rows(feedback, integers[0])
     for drafted in drafts():
         rows = len(drafted)
         for table in (None, slot_table):  # a dummy run has none

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from vllm_eagle_mrv2 import compile_ahead, draft_norms
+from vllm_eagle_mrv2 import compile_ahead
 from vllm_eagle_mrv2.draft_logits import DraftLogits, FewRows
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
@@ -111,8 +111,6 @@ def install(
     target: torch.nn.Module,
     logits: DraftLogits | None = None,
     few: FewRows | None = None,
-    *,
-    norms: bool = False,
 ) -> Installed:
     """Have a draft's unquantized layers multiply so; those that it has from the target stay as they are there.
 
@@ -122,7 +120,6 @@ def install(
         logits: of the draft's own ``LogitsProcessor``, which then multiplies so with whichever head it is given; None
             leaves the head out.
         few: what takes the place of a product of few rows with the head's weights, to be compiled ahead.
-        norms: `draft_norms` too, where all layers of a draft like Llama's multiply so, on one rank.
     """
     shared = {id(module) for module in target.modules()}
     own = [module for module in draft.modules() if id(module) not in shared]
@@ -135,8 +132,6 @@ def install(
         _multiply(layer, functools.partial(apply, behind_attention=id(layer) in behind))
     for mlp in gated:
         mlp.act_fn = torch.nn.Identity()
-    if norms and gated and _are_whole(own, layers):
-        draft_norms.install(own)
     kinds = {
         (
             layer.weight.shape,
@@ -198,14 +193,6 @@ def _is_gated(module: Any) -> bool:
         and getattr(module.gate_up_proj, "bias", None) is None
         and hasattr(torch.ops._C, "silu_and_mul")
     )
-
-
-def _are_whole(modules: list[Any], ours: list[Any]) -> bool:
-    """Whether the linear layers among modules are ours, none on several ranks: nothing lies between them and norms."""
-    from vllm.model_executor.layers.linear import LinearBase
-
-    known = {id(layer) for layer in ours}
-    return all(id(module) in known and module.tp_size == 1 for module in modules if isinstance(module, LinearBase))
 
 
 def _runs_kernels(weight: torch.Tensor) -> bool:

@@ -20,7 +20,6 @@ from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
-from vllm_eagle_mrv2.kernels.take_rows import take_rows
 from vllm_eagle_mrv2.options import Options
 
 
@@ -301,7 +300,7 @@ class DraftLoop:
         if not drafts:
             return
         drafted = self.host.sample(
-            take_rows(for_head, buffers.last_token_indices[:num_reqs]),
+            for_head[buffers.last_token_indices[:num_reqs]],
             buffers.sample_positions[:num_reqs],
             buffers.idx_mapping[:num_reqs],
             keep_logits=True,

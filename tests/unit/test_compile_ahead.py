@@ -36,7 +36,6 @@ from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
-from vllm_eagle_mrv2.kernels.take_rows import take_rows
 
 compiled, launched = set(), set()
 
@@ -97,8 +96,6 @@ for own in ((), (query[:, :2].clone(), row[:, 640:].unflatten(1, (2, 64)), torch
         attend(query, *cache.unbind(1), tables, lengths, 0.125, torch.empty_like(query), *own, **angles)
 index = torch.zeros(1, dtype=torch.int64)
 attend(query, *cache.unbind(1), tables[:1], lengths[:1], 0.125, query, **angles, index=index)
-for rows in (1, 5):
-    take_rows(feedback, buffers.last_token_indices[:rows])
 print(sorted({variant[0] for variant in launched - compiled}))
 """
 

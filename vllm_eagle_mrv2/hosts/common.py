@@ -26,7 +26,6 @@ from vllm_eagle_mrv2.hosts.draft_graphs import DraftGraphs
 from vllm_eagle_mrv2.hosts.spec import Host
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
-from vllm_eagle_mrv2.kernels.launching import allow_pdl, uses_pdl
 from vllm_eagle_mrv2.method import METHOD, request_of
 from vllm_eagle_mrv2.one_row import only_row
 from vllm_eagle_mrv2.speculator import DraftConfig, DraftHost, DraftLoop, GraphRun
@@ -73,7 +72,6 @@ class StockHost(DraftGraphs):
         self.options = request.options
         if not row_products.named_in_caches(vllm_config):
             self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # the announcement tells so
-        allow_pdl(self.options.enabled(Behaviour.PROGRAMMATIC_DEPENDENT_LAUNCH))
         super().__init__(vllm_config, device)
         stock: Any = self
         self.filters_drafts = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
@@ -122,7 +120,7 @@ class StockHost(DraftGraphs):
             self._attends_by_ours = draft_attention.install(self.model, target_model, block_size, positions)
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
             few = self._draft_few_rows if greedy and offsets is None else None
-            installed = row_products.install(self.model, target_model, self._draft_logits, few, norms=uses_pdl())
+            installed = row_products.install(self.model, target_model, self._draft_logits, few)
             self._one_row_is_enough = installed.one_row and not self._prefills_in_parts
         head = getattr(getattr(self.model, "lm_head", None), "weight", None)
         if greedy and head is not None and self.request.draft_tokens is None:

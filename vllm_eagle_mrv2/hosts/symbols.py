@@ -105,13 +105,6 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol(f"{_LAYERS}.linear", "UnquantizedLinearMethod"),
     Symbol(f"{_LAYERS}.linear", "UnquantizedLinearMethod.apply", _PRODUCT, why="replaced on the draft's instances"),
     Symbol(_VOCAB, "UnquantizedEmbeddingMethod.apply", _PRODUCT, why="replaced for the draft's head"),
-    Symbol(f"{_LAYERS}.linear", "LinearBase.tp_size", why="says where ranks exchange what layers return"),
-    Symbol(
-        f"{_LAYERS}.layernorm", "RMSNorm.forward_native", ("x", "residual"), why="replaced on the draft's instances"
-    ),
-    Symbol(f"{_LAYERS}.layernorm", "RMSNorm.variance_epsilon"),
-    Symbol(f"{_LAYERS}.layernorm", "RMSNorm.variance_size_override"),
-    Symbol("vllm.model_executor.custom_op", "CustomOp._forward_method", why="through which it is"),
     Symbol(f"{_LAYERS}.utils", "default_unquantized_gemm", why="what may be replaced"),
     Symbol(f"{_LAYERS}.utils", "dispatch_unquantized_gemm", (), why="says what vLLM would multiply with"),
     Symbol(_FLASH, "FlashAttentionImpl.forward", _ATTENTION, why="replaced on the draft's instances"),

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
-from vllm_eagle_mrv2.kernels.launching import launch, pdl, wait_for_kernel_ahead
+from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_arguments, slot_of
 
 _BLOCK = 1024
@@ -48,9 +48,7 @@ def _decode_inputs_kernel(
     SLOTS: tl.constexpr,
     SAMPLE_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_kernel_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     live = tl.minimum(tl.load(live_reqs_ptr), num_rows)
     if row == num_rows:
@@ -141,7 +139,6 @@ def prepare_decode_inputs(
         **how_drafted(drafted),
         SAMPLE_OFFSET=sample_offset,
         BLOCK=_BLOCK,
-        **pdl(),
     )
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.kernels.greedy import LEAST, NO_TOKEN, key_of, order_of
-from vllm_eagle_mrv2.kernels.launching import launch, pdl, wait_for_kernel_ahead
+from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.shared_memory import stages
 
 # On an H200 3 to 5 % faster than PyTorch for 32,000 and for 128,256 outputs; slower at 64 rows, equal below 30,000.
@@ -38,9 +38,7 @@ def _few_rows_kernel(
     STAGES: tl.constexpr,
     KEYS: tl.constexpr,
     BY_TEMPERATURE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_kernel_ahead(PDL)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -176,5 +174,4 @@ def _launch(
         KEYS=out is None,
         BY_TEMPERATURE=temperature is not None,
         num_warps=_WARPS,
-        **pdl(),
     )

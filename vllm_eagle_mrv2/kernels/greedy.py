@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.kernels.launching import launch, pdl, wait_for_kernel_ahead
+from vllm_eagle_mrv2.kernels.launching import launch
 
 _BLOCK = 2048
 
@@ -71,9 +71,7 @@ def _block_keys_kernel(
     num_blocks,
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_kernel_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -149,7 +147,6 @@ def argmax_keys(
         num_blocks,
         MAPPED=offsets is not None,
         BLOCK=_BLOCK,
-        **pdl(),
     )
     return keys
 

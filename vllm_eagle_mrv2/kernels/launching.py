@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: before the one ahead has ended, or as compilations alone."""
+"""Launches of Triton kernels, which a thread can turn into compilations alone."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import triton
-import triton.language as tl
-
-
-class _Process:
-    pdl_allowed = True
 
 
 class _Thread(threading.local):
@@ -30,44 +24,6 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(_compile, kernel, grid)
     call: Callable[..., Any] = kernel[grid]
     return call
-
-
-def allow_pdl(allowed: bool) -> None:
-    """Whether kernels of this process, which drafts for one engine, may use programmatic dependent launch."""
-    _Process.pdl_allowed = allowed
-
-
-def uses_pdl() -> bool:
-    """Whether kernels are launched so, which takes a GPU from compute capability 9.0 on."""
-    return _Process.pdl_allowed and _has_pdl()
-
-
-def pdl() -> dict[str, bool]:
-    """Arguments to launch a kernel with that may begin before the kernel ahead of it has ended.
-
-    Programmatic dependent launch brings its programs to the chip while those of the kernel ahead are still there, if
-    that one is ours too; see `wait_for_kernel_ahead`.
-    """
-    return {"PDL": True, "launch_pdl": True} if uses_pdl() else {"PDL": False}
-
-
-@functools.cache
-def _has_pdl() -> bool:
-    return torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
-@triton.jit
-def wait_for_kernel_ahead(PDL: tl.constexpr):
-    """Come back when all that the kernels ahead have written is there, and let the next kernel begin.
-
-    To be called once by every program, before it returns, writes, or reads what any kernel of a draft writes.  The next
-    kernel comes no earlier, so that not more than two are under way: what a program reads before it calls this must be
-    safe from the one kernel ahead alone.  Before any loop: from within one that is pipelined loads move ahead of it
-    (triton-lang/triton#11905), or it does not compile for Blackwell (vllm-project/vllm#30872).
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.kernels.launching import launch, pdl, wait_for_kernel_ahead
+from vllm_eagle_mrv2.kernels.launching import launch
 
 
 def _tile(width: int) -> tuple[int, int, int]:
@@ -21,15 +21,6 @@ def _tile(width: int) -> tuple[int, int, int]:
     if width <= 8192:
         return 1, 2048, 8
     return (2, 2048, 4) if width <= 16384 else (2, 1024, 4)
-
-
-@triton.jit
-def _weights(pointers, start, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The columns from ``start`` on of a program's rows, zeros behind the last."""
-    column = start + tl.arange(0, BLOCK)
-    read = inside[:, None] & (column < WIDTH)[None, :]
-    # Each weight is needed once: evicted first, it leaves the cache to what the next kernels share.
-    return tl.load(pointers + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -48,32 +39,26 @@ def _row_product_kernel(
     INDEXED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     if INDEXED:
-        # Known since before the draft's first layer.
-        index = tl.load(index_ptr, eviction_policy="evict_last")
+        index = tl.load(index_ptr)
         row_ptr += index * row_stride
         out_ptr += index * num_outputs
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < num_outputs
     weights = weight_ptr + output[:, None].to(tl.int64) * weight_stride
     factors = weight_ptr + (num_outputs + output)[:, None].to(tl.int64) * weight_stride  # behind the gates
-    # Weights are nobody's to write, and reading the first of them need not wait for the row.
-    weight = _weights(weights, 0, inside, WIDTH, BLOCK)
-    factor = weight
-    if GATED:
-        factor = _weights(factors, 0, inside, WIDTH, BLOCK)
-    wait_for_kernel_ahead(PDL)
     products = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     ups = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
-        if start > 0:
-            weight = _weights(weights, start, inside, WIDTH, BLOCK)
-            if GATED:
-                factor = _weights(factors, start, inside, WIDTH, BLOCK)
         column = start + tl.arange(0, BLOCK)
-        row = tl.load(row_ptr + column, mask=column < WIDTH, other=0.0)
+        held = column < WIDTH
+        read = inside[:, None] & held[None, :]
+        # Each weight is needed once: evicted first, it leaves the cache to what the next kernels share.
+        weight = tl.load(weights + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
+        if GATED:
+            factor = tl.load(factors + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
+        row = tl.load(row_ptr + column, mask=held, other=0.0)
         products += weight.to(tl.float32) * row[None, :].to(tl.float32)
         if GATED:
             ups += factor.to(tl.float32) * row[None, :].to(tl.float32)
@@ -99,7 +84,7 @@ def row_product(
         rows: [K], contiguous; with ``index`` [n, K], each row contiguous.
         weight: [N, K] of the same dtype, rows contiguous.
         bias: [N], or None.
-        index: [1] int64, the one of several rows that counts, written before the kernel ahead; None for a lone row.
+        index: [1] int64, the one of several rows that counts; None for a lone row.
 
     Returns:
         [N] of the dtype of ``rows``; with ``index`` [n, N], of which nothing but the row that counts is written.
@@ -153,7 +138,6 @@ def _launch(
         OUTPUTS=outputs,
         BLOCK=block,
         num_warps=warps,
-        **pdl(),
     )
     return out
 

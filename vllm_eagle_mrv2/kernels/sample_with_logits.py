@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.kernels.greedy import NO_TOKEN, first_of_best, key_of, order_of, order_of_double, tokens_of
-from vllm_eagle_mrv2.kernels.launching import launch, pdl, wait_for_kernel_ahead
+from vllm_eagle_mrv2.kernels.launching import launch
 
 FEW_ROWS = 8
 """Up to so many rows have multiprocessors to spare, and get smaller blocks."""
@@ -61,9 +61,7 @@ def _sample_blocks_kernel(
     GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_kernel_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     logits_ptr += row * logits_stride
@@ -185,7 +183,6 @@ def sample_with_logits(
         GREEDY=greedy,
         BLOCK=block,
         PART=_PART,
-        **pdl(),
     )
     return best
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.kernels.launching import launch, pdl, wait_for_kernel_ahead
+from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.shared_memory import stages
 
 _LEAST_SPLIT = 256  # tokens, a multiple of every tile; a second program for less costs more than it saves
@@ -126,9 +126,7 @@ def _single_token_attention_kernel(
     WRITES: tl.constexpr,
     ROTATES: tl.constexpr,
     INDEXED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_kernel_ahead(PDL)
     head = tl.program_id(0)
     # A first split for each request, then SPREAD - 1 further ones for whoever is worth more.
     request = tl.program_id(1)
@@ -348,7 +346,6 @@ class SingleTokenAttention:
             ROTATES=positions is not None,
             INDEXED=index is not None,
             num_warps=self._warps,
-            **pdl(),
         )
         return out
 

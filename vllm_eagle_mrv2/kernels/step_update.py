@@ -8,7 +8,7 @@ import triton.language as tl
 
 from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
-from vllm_eagle_mrv2.kernels.launching import launch, pdl, wait_for_kernel_ahead
+from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_arguments, slot_of
 
 _MAX_BLOCK = 4096
@@ -43,9 +43,7 @@ def _step_update_kernel(
     PAIRS: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_kernel_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     # All loads first, that they may be under way together: the kernel is little but their latency.
     # A counter for each row: one for all could not be advanced while other programs read it.
@@ -128,7 +126,6 @@ def update_after_step(
         **slot_arguments(slot_table),
         **how_drafted(drafted),
         BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(hidden_size)),
-        **pdl(),
     )
 
 
