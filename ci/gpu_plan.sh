@@ -119,7 +119,7 @@ tests() {
   for release; do # 18 engines a GPU at most: its memory
     case $release in
     0.26.0) beside 0 tests-0.26.0 520 tests "0.26.0 $engines -n 9" -- "${reports[@]}" ;;
-    0.22.1) beside 0 tests-0.22.1 420 tests "0.22.1 $engines -n 8" -- "${reports[@]}" ;;
+    0.22.1) beside 0 tests-0.22.1 500 tests "0.22.1 $engines -n 8" -- "${reports[@]}" ;;
     # Which has a process for each test, and no time for all.
     0.20.2) EAGLE_MRV2_PROCESSES=8 beside 1 tests-0.20.2 420 tests \
       "0.20.2 tests/gpu/test_graphs.py tests/gpu/test_mtp_graphs.py tests/gpu/test_sleep.py" -- "${reports[@]}" ;;
