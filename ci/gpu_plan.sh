@@ -82,7 +82,7 @@ pairs() {
     *) cases+=("$release --steps 3" "$release --steps 7 --batch 1 32") ;;
     esac
   done
-  beside 0 "pairs-$(IFS=-; printf '%s' "$*")" 500 times "${cases[@]}" -- "${in_turn[@]}"
+  beside 0 "pairs-$(IFS=-; printf '%s' "$*")" 580 times "${cases[@]}" -- "${in_turn[@]}"
   all_ended
 }
 
