@@ -16,7 +16,8 @@
 # ci/gpu_result.py. Ends with a line for each release; the exit status is 1 where any of them failed.
 # EAGLE_MRV2_LIMIT=570 stops what still runs after so many seconds; what it wrote is kept. EAGLE_MRV2_HOLD=FILE has engines
 # start, and waits for FILE before it measures them: while they start, something else may still use the machine.
-# EAGLE_MRV2_CACHES=FOLDER keeps compiled code there for the next call, by release; without it every job starts with none.
+# EAGLE_MRV2_CACHES=FOLDER keeps compiled code there for the next call, by release, or by EAGLE_MRV2_CACHES_OF=job; without
+# it every job starts with none.
 set -euo pipefail
 usage() { sed -n 's/^#   //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 [[ $# -ge 4 ]] || usage
@@ -44,8 +45,8 @@ folder_of() {
 # The rest of the arguments, on the release of a job; caches apart, as releases generate other code for the same shapes.
 on() {
   local release=${1%% *} caches libraries
-  caches=${EAGLE_MRV2_CACHES:+$EAGLE_MRV2_CACHES/$release}
-  caches=${caches:-$work/caches/$(folder_of "$1")}
+  caches=${EAGLE_MRV2_CACHES:-$work/caches}/$(folder_of "$1")
+  [[ -z ${EAGLE_MRV2_CACHES:-} || ${EAGLE_MRV2_CACHES_OF:-} == job ]] || caches=$EAGLE_MRV2_CACHES/$release
   libraries=$(printf '%s:' "$root/site-$release"/nvidia/*/lib)
   shift
   env PYTHONPATH="$work/plugin:$root/site-$release:$root/site-deps" \

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Starts, the cases that have a target, and tests, on one or two H200, for ci/gpu_lease.sh:
 #
-#   bash ci/gpu_lease.sh start ci/gpu_plan.sh [starts] ['pairs [RELEASE...]'] ['pairs_8b [RELEASE...]'] \
+#   bash ci/gpu_lease.sh start ci/gpu_plan.sh ['starts [RELEASE...]'] ['pairs [RELEASE...]'] ['pairs_8b [RELEASE...]'] \
 #     [pairs_flashinfer] ['tests [RELEASE...]'] [ranks] [kernels] ['timelines [RELEASE...]'] [more] [alone] [host] \
 #     ['older [RELEASE...]'] ['older_8b [K...]'] ['kernel_times [KERNEL...]']
 #
 # all but the last four where none is named, and in the order that they are named in, several times if so. starts:
-# what engines take that start alone, their caches empty. pairs, pairs_8b, pairs_flashinfer: stock and ours in turn, in
+# what engines take that start alone (of 0.26.0, or those named), their caches empty, and then full. pairs, pairs_8b, pairs_flashinfer: stock and ours in turn, in
 # the cases that have a target: of 1B (0.22.1 and 0.26.0, or those named), of 8B (all but 0.33.0, or those named, three
 # at most, again if named again), and with FlashInfer, where the site of 0.26.0 brings it (ci/gpu_pack.py --with
 # 0.26.0:...). tests: tests/gpu on four releases. ranks: those that need two GPUs. kernels: their tests, and
@@ -63,10 +63,19 @@ beside() {
 all_ended() { ((${#running[@]} == 0)) || wait "${running[@]}"; running=() begun_on=; }
 
 starts() {
-  local four=('0.26.0 '{'stock','eagle_mrv2'}{,' --batch 32'})
-  beside 0 starts-7 200 timelines "${four[@]}" -- --steps 7 "${memory[@]}"
-  beside 1 starts-1 200 timelines "${four[@]}" -- --steps 1 "${memory[@]}"
-  all_ended
+  local cases=() again gpu i release steps
+  (($#)) || set -- 0.26.0
+  for steps in 7 1; do cases+=("${@/%/ $steps}"); done
+  for ((i = 0; i < ${#cases[@]}; i += 2)); do
+    for again in '' -again; do
+      for gpu in 0 1; do
+        read -r release steps <<<"${cases[i + gpu]}"
+        EAGLE_MRV2_CACHES=$TMPDIR/started/$steps EAGLE_MRV2_CACHES_OF=job beside "$gpu" "starts-$release-$steps$again" 250 \
+          timelines "$release "{stock,eagle_mrv2}{,' --batch 32'} -- --steps "$steps" "${memory[@]}"
+      done
+      all_ended
+    done
+  done
 }
 
 eagle3='--shape 8b --family eagle3 --steps 5'
@@ -196,9 +205,8 @@ on_older() {
   all_ended
 }
 
+export EAGLE_MRV2_CACHES=$TMPDIR/compiled
 for part; do
   say "$part"
-  # Starts alone have no compiled code to begin with.
-  if [[ $part == starts ]]; then unset EAGLE_MRV2_CACHES; else export EAGLE_MRV2_CACHES=$TMPDIR/compiled; fi
   $part # with its arguments, as words
 done

@@ -35,7 +35,7 @@ from surface_drift import diff, drift, explain
 
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.hosts import all_required_symbols, host_for
-from vllm_eagle_mrv2.surface import Symbol, assigned_on_self
+from vllm_eagle_mrv2.surface import Symbol
 
 Tree = Path | zipfile.Path
 Role = Literal["required", "optional", "internal"]
@@ -99,7 +99,7 @@ class Recorder:
             return self._describe(found)
         if here is None or not isinstance(here.definition, griffe.Class):
             return None
-        on_self = any(last in assigned_on_self(self._syntax(cls)) for cls in self._mro(here.definition))
+        on_self = any(last in _assigned_on_self(self._syntax(cls)) for cls in self._mro(here.definition))
         return {"kind": "attribute"} if on_self else None
 
     @functools.cache  # noqa: B019 - one recorder lives as long as the script
@@ -118,7 +118,7 @@ class Recorder:
             return [name for name, member in here.definition.members.items() if not isinstance(member, griffe.Alias)]
         names: dict[str, None] = {}
         for cls in self._mro(here.definition):
-            names.update(dict.fromkeys([*cls.members, *sorted(assigned_on_self(self._syntax(cls)))]))
+            names.update(dict.fromkeys([*cls.members, *sorted(_assigned_on_self(self._syntax(cls)))]))
         return list(names)
 
     def _module_found(self, module: str) -> Found | None:
@@ -226,6 +226,18 @@ def _python_files(folder: Tree, path: tuple[str, ...] = ("vllm",)) -> Iterator[t
             yield from _python_files(entry, (*path, entry.name))
         elif entry.name.endswith(".py"):
             yield (path if entry.name == "__init__.py" else (*path, entry.name[: -len(".py")])), entry
+
+
+def _assigned_on_self(tree: ast.AST) -> set[str]:
+    """Names ``x`` of every assignment to ``self.x`` in the tree, whichever method makes it."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
 
 
 def _base_path(base: griffe.Expr | str) -> str:

@@ -86,7 +86,8 @@ def attention(
     """Launch attention of draft decodes, over a cache of blocks of ``block_size`` tokens.
 
     Args:
-        writes: it writes the cache.
+        writes: it writes the cache.  That of draft prefills of one token a request, which newer releases warm up with,
+            does not.
         rotates: it turns by RoPE.
         one_row: and that of a draft prefill of one request.
     """
@@ -97,9 +98,12 @@ def attention(
     own = (*torch.empty(2, 1, num_kv_heads, width, dtype=dtype, device=_META), integers[0].to(torch.int64))
     angles = {"positions": own[2], "cos_sin": torch.empty(16, width, dtype=dtype, device=_META)}
     given = (query, keys, values, integers, integers[0], 1.0, query)
-    kernel(*given, *(own if writes else ()), **(angles if rotates else {}))
+    turned = angles if rotates else {}
+    if writes:
+        kernel(*given, *own, **turned)
     if one_row:
         kernel(*given, **angles, index=own[2])
+    kernel(*given, **turned)
 
 
 def between_passes(

@@ -15,14 +15,13 @@ A described symbol, recorded or installed, is a JSON object:
 
 from __future__ import annotations
 
-import ast
+import dis
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
@@ -125,18 +124,6 @@ def class_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def assigned_on_self(tree: ast.AST) -> set[str]:
-    """Names ``x`` of every assignment to ``self.x`` in the tree, whichever method makes it."""
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
-
-
 def _import(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
@@ -203,37 +190,27 @@ def _annotated_fields(cls: type) -> list[str]:
 
 
 def _declares(cls: type, name: str) -> bool:
-    """Whether instances have a name that the class object has not: a bare annotation, or an assignment to ``self``."""
-    return name in _annotated_fields(cls) or any(name in _assigned_in_source(base) for base in cls.__mro__)
+    """Whether instances have a name that the class object has not: a bare annotation, or one that a method assigns."""
+    return name in _annotated_fields(cls) or any(
+        _assigns(code, name) for base in cls.__mro__ for member in vars(base).values() for code in _codes(member)
+    )
 
 
-@functools.cache
-def _assigned_in_source(cls: type) -> frozenset[str]:
-    node = _classes_in_source(sys.modules.get(cls.__module__)).get(cls.__qualname__)
-    return frozenset() if node is None else frozenset(assigned_on_self(node))
+def _assigns(code: CodeType, name: str) -> bool:
+    """Whether bytecode assigns to an attribute of that name; to parse the sources took half a second of a start."""
+    return name in code.co_names and any(
+        step.opname == "STORE_ATTR" and step.argval == name for step in dis.get_instructions(code)
+    )
 
 
-@functools.cache
-def _classes_in_source(module: ModuleType | None) -> Mapping[str, ast.ClassDef]:
-    """All classes of a module, by qualified name.
-
-    inspect parses the whole module for each class that it is asked for, and every start would wait for that.
-    """
-    try:
-        return dict(_classes(ast.parse(inspect.getsource(module))))  # type: ignore[arg-type]
-    except (OSError, TypeError, SyntaxError):  # built in, or made without source
-        return {}
-
-
-def _classes(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.ClassDef]]:
-    for child in ast.iter_child_nodes(node):
-        inner = prefix
-        if isinstance(child, ast.ClassDef):
-            yield prefix + child.name, child
-            inner += f"{child.name}."
-        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            inner += f"{child.name}.<locals>."
-        yield from _classes(child, inner)
+def _codes(member: object) -> Iterator[CodeType]:
+    """The bytecode of a class's member, and of the functions made in it."""
+    pending = [getattr(inspect.unwrap(member), "__code__", None)] if callable(member) else []
+    while pending:
+        code = pending.pop()
+        if isinstance(code, CodeType):
+            yield code
+            pending.extend(code.co_consts)
 
 
 def _compare(symbol: Symbol, entry: Entry) -> Finding:

@@ -117,9 +117,9 @@ def test_a_plan_runs_behind_the_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpus", "kept_to", "places"),
     [
-        (1, "", {"starts-7": "0 on cores 0-31", "starts-1": "0 on cores 0-31"}),
-        (2, "", {"starts-7": "0 on cores 0-15", "starts-1": "1 on cores 16-31"}),
-        (2, "1", {"starts-7": "1 on cores 16-31", "starts-1": "1 on cores 16-31"}),
+        (1, "", {"7": "0 on cores 0-31", "1": "0 on cores 0-31"}),
+        (2, "", {"7": "0 on cores 0-15", "1": "1 on cores 16-31"}),
+        (2, "1", {"7": "1 on cores 16-31", "1": "1 on cores 16-31"}),
     ],
 )
 def test_a_gpu_measures_one_thing_at_a_time(gpus: int, kept_to: str, places: dict[str, str], tmp_path: Path) -> None:
@@ -150,8 +150,13 @@ def test_a_gpu_measures_one_thing_at_a_time(gpus: int, kept_to: str, places: dic
     subprocess.run(["bash", str(tmp_path / "ci" / "gpu_plan.sh"), "starts"], env=os.environ | environment, check=True)
     at_a_time = [line.split() for line in (tmp_path / "beside").read_text().splitlines()]
     one_by_one = gpus == 1 or kept_to
-    assert at_a_time == ([["starts-7"], ["starts-1"]] if one_by_one else [["starts-1", "starts-7"]] * 2)
-    assert {name: (tmp_path / f"place-{name}").read_text().strip() for name in places} == places
+    expected = []
+    for again in ("", "-again"):
+        names = [f"starts-0.26.0-{steps}{again}" for steps in "17"]
+        expected += [[name] for name in reversed(names)] if one_by_one else [names] * 2
+    assert at_a_time == expected
+    found = {steps: (tmp_path / f"place-starts-0.26.0-{steps}").read_text().strip() for steps in places}
+    assert found == places
 
 
 def test_a_missing_release_is_found_before_any_starts(tmp_path: Path) -> None:
@@ -192,9 +197,12 @@ def test_compiled_code_can_be_kept_for_the_next_call(tmp_path: Path) -> None:
     kept = f"{tmp_path}/kept/0.26.0"
     assert machine_with(tmp_path, python, *jobs, EAGLE_MRV2_CACHES=f"{tmp_path}/kept").wait(60) == 0
     assert (tmp_path / "out" / "times.jsonl").read_text() == f"{kept}/vllm {kept}/triton\n" * 2
-    (tmp_path / "site-0.26.0").rmdir()
-    assert machine_with(tmp_path, python, *jobs).wait(60) == 0
-    assert len(set((tmp_path / "out" / "times.jsonl").read_text().split())) == 4
+    for by_job in ({}, {"EAGLE_MRV2_CACHES": f"{tmp_path}/kept", "EAGLE_MRV2_CACHES_OF": "job"}):
+        (tmp_path / "site-0.26.0").rmdir()
+        assert machine_with(tmp_path, python, *jobs, **by_job).wait(60) == 0
+        folders = (tmp_path / "out" / "times.jsonl").read_text().split()
+        assert len(set(folders)) == 4
+        assert all(folder.startswith(f"{tmp_path}/kept/") == bool(by_job) for folder in folders)
 
 
 def test_what_one_release_or_each_is_packed_with() -> None:
@@ -300,17 +308,19 @@ def test_what_a_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: dict[str, float] = {}
     ci_module("draft_timeline").record_compilations(compiled)
 
-    def compile_kernel(name: str) -> None:
-        assert not runtime.jit_cache_hook(fn=SimpleNamespace(name=name))  # or Triton would leave it
+    def compile_kernel(name: str, module: str = "vllm.v1") -> None:
+        given: dict[str, Any] = {"fn": SimpleNamespace(name=name, module=module), "repr": f"{name}(a: i32)"}
+        assert not runtime.jit_cache_hook(**given)  # or Triton would leave it
         time.sleep(0.01)
-        runtime.jit_post_compile_hook(fn=SimpleNamespace(name=name))
+        runtime.jit_post_compile_hook(**given)
 
     for name in ("once", "twice", "twice"):
         compile_kernel(name)
+    compile_kernel("ours", "vllm_eagle_mrv2.kernels.greedy")
     other = threading.Thread(target=compile_kernel, args=("by another thread",))
     other.start()
     other.join()
-    assert compiled.keys() == {"once", "twice"}
+    assert compiled.keys() == {"once", "twice", "ours(a: i32)"}
     assert compiled["twice"] > compiled["once"] > 0
 
 

@@ -44,6 +44,7 @@ FILES = {
     "sub/__init__.py": "from .leaf import sample as exported",
     "sub/leaf.py": """
         import dataclasses
+        import functools
         from collections.abc import Iterable
         from typing import ClassVar, NamedTuple
 
@@ -53,6 +54,13 @@ FILES = {
         LIMIT = 7
 
         def sample(logits, idx, *rest, scale=1.0, **options): ...
+
+        def logged(function):
+            @functools.wraps(function)
+            def call(*args):
+                return function(*args)
+
+            return call
 
         class Leaf(Parent):
             @staticmethod
@@ -65,6 +73,13 @@ FILES = {
                 self.model = model
                 for self.step in range(3):
                     pass
+
+            @logged
+            def start(self, model):
+                self.started = True
+
+                def stop():
+                    self.stopped = True
 
         class Twice(base.Base):
             def __init__(self, only): ...
@@ -111,6 +126,8 @@ PRESENT = [
     Symbol(LEAF, "Leaf.right"),
     Symbol(LEAF, "Leaf.model"),
     Symbol(LEAF, "Leaf.step"),
+    Symbol(LEAF, "Leaf.started"),
+    Symbol(LEAF, "Leaf.stopped"),
     Symbol(LEAF, "Twice", ("only",)),
     Symbol(LEAF, "Twice.capture"),
     Symbol(LEAF, "More", ("size", "mode", "extra", "seen")),
@@ -120,6 +137,7 @@ PRESENT = [
 ABSENT = [
     (Symbol(LEAF, "gone"), "missing"),
     (Symbol(LEAF, "Leaf.gone", why="the draft loop"), "missing"),
+    (Symbol(LEAF, "Leaf.range"), "missing"),
     (Symbol(LEAF, "Gone.capture"), "missing"),
     (Symbol("surface_subject.gone", "sample"), "missing"),
     (Symbol(LEAF, "sample", ("logits", "temperature")), "changed"),
