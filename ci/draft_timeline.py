@@ -11,8 +11,8 @@ start to the next, ``iteration_busy_us`` what kernels run in it, and ``iteration
 none does, with the kernels before and after.  ``host_us`` is what the host takes for an iteration, without a profiler:
 the runner's two halves, ``propose``, which is in the second, and ``get_output``, in which it waits for the GPU;
 ``host_functions_us`` the functions that it is longest in, by themselves and under Python's profiler, which makes them
-all slower. ``compiled_s`` has the Triton kernels whose compilation the engine waited for, in seconds, ours by their
-variants; ``start_compiled_s`` is what its start waited for in all.
+all slower. ``compiled_s`` has the Triton kernels that the engine's own thread compiled, in seconds, ours by their
+variants; vLLM 0.33 has several compiled at a time.
 """
 
 from __future__ import annotations
@@ -238,7 +238,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             **{"model": job.model, "speculative_config": job.speculative_config, **job.arguments, **job.overrides}
         )
         found["start_s"] = round(time.perf_counter() - began, 2)
-        found["start_compiled_s"] = round(sum(found["compiled_s"].values()), 2)
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
     async_utils: Any = importlib.import_module("vllm.v1.worker.gpu.async_utils")

@@ -142,7 +142,7 @@ tests() {
 }
 
 ranks() {
-  ((gpus == 1)) || beside 0,1 ranks 420 tests '0.26.0 tests/gpu/test_two_gpus.py' -- "${reports[@]}"
+  ((gpus == 1)) || beside 0,1 ranks 420 tests '0.26.0 tests/gpu/test_two_gpus.py -n 3' -- "${reports[@]}"
   all_ended
 }
 
