@@ -12,7 +12,7 @@ none does, with the kernels before and after.  ``host_us`` is what the host take
 the runner's two halves, ``propose``, which is in the second, and ``get_output``, in which it waits for the GPU;
 ``host_functions_us`` the functions that it is longest in, by themselves and under Python's profiler, which makes them
 all slower. ``compiled_s`` has the Triton kernels that the engine's own thread compiled, in seconds, ours by their
-variants; vLLM 0.33 has several compiled at a time.
+variants; vLLM 0.33 has several compiled at a time, each of which then counts what the others took too.
 """
 
 from __future__ import annotations

@@ -83,13 +83,12 @@ def attention(
     rotates: bool,
     one_row: bool,
 ) -> None:
-    """Launch attention of draft decodes, over a cache of blocks of ``block_size`` tokens.
+    """Launch attention of draft decodes, and of draft prefills of one token a request, over blocks of ``block_size``.
 
     Args:
-        writes: it writes the cache.  That of draft prefills of one token a request, which newer releases warm up with,
-            does not.
+        writes: that of draft decodes writes the cache; that of prefills never does.
         rotates: it turns by RoPE.
-        one_row: and that of a draft prefill of one request.
+        one_row: and that of one row of a draft prefill of one request.
     """
     kernel = SingleTokenAttention(num_heads, num_kv_heads, width, device, scratch=_META)
     query = torch.empty(1, num_heads, width, dtype=dtype, device=_META)
