@@ -21,6 +21,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import CodeType, ModuleType
 from typing import Any, Literal
 
@@ -190,22 +191,36 @@ def _annotated_fields(cls: type) -> list[str]:
 
 
 def _declares(cls: type, name: str) -> bool:
-    """Whether instances have a name that the class object has not: a bare annotation, or one that a method assigns."""
+    """Whether instances have a name that the class object has not: a bare annotation, or an assignment to ``self``."""
     return name in _annotated_fields(cls) or any(
         _assigns(code, name) for base in cls.__mro__ for member in vars(base).values() for code in _codes(member)
     )
 
 
 def _assigns(code: CodeType, name: str) -> bool:
-    """Whether bytecode assigns to an attribute of that name; to parse the sources took half a second of a start."""
-    return name in code.co_names and any(
-        step.opname == "STORE_ATTR" and step.argval == name for step in dis.get_instructions(code)
+    """Whether bytecode assigns to ``self.name``; to parse the sources took half a second of a start."""
+    if name not in code.co_names:
+        return False
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    return any(
+        step.opname == "STORE_ATTR" and step.argval == name and _last_loaded(before) == "self"
+        for before, step in pairwise(steps)
     )
+
+
+def _last_loaded(step: dis.Instruction) -> object:
+    """The variable that an instruction loads; Python 3.13 may load two, a value and then what it is stored in."""
+    return step.argval[-1] if isinstance(step.argval, tuple) else step.argval
 
 
 def _codes(member: object) -> Iterator[CodeType]:
     """The bytecode of a class's member, and of the functions made in it."""
-    pending = [getattr(inspect.unwrap(member), "__code__", None)] if callable(member) else []
+    functions = [member]
+    if isinstance(member, property):
+        functions = [member.fget, member.fset]
+    elif isinstance(member, functools.cached_property):
+        functions = [member.func]
+    pending = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]  # type: ignore[arg-type]
     while pending:
         code = pending.pop()
         if isinstance(code, CodeType):

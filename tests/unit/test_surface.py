@@ -21,6 +21,8 @@ from vllm_eagle_mrv2.surface import Finding, Symbol, check_installed, check_reco
 
 FILES = {
     "__init__.py": "",
+    # More names than one byte counts.
+    "many.py": "class Many:\n    def __init__(self):\n" + "".join(f"        self.n{n} = {n}\n" for n in range(300)),
     "base.py": """
         import functools
 
@@ -36,10 +38,16 @@ FILES = {
             def capture(self, states, pool=None): ...
 
             @property
-            def width(self): ...
+            def width(self):
+                self.read = True
+
+            @width.setter
+            def width(self, value):
+                self.written = value
 
             @functools.cached_property
-            def depth(self): ...
+            def depth(self):
+                self.sounded = True
         """,
     "sub/__init__.py": "from .leaf import sample as exported",
     "sub/leaf.py": """
@@ -71,6 +79,7 @@ FILES = {
 
             def load(self, model):
                 self.model = model
+                model.loaded = True
                 for self.step in range(3):
                     pass
 
@@ -128,6 +137,10 @@ PRESENT = [
     Symbol(LEAF, "Leaf.step"),
     Symbol(LEAF, "Leaf.started"),
     Symbol(LEAF, "Leaf.stopped"),
+    Symbol(LEAF, "Leaf.read"),
+    Symbol(LEAF, "Leaf.written"),
+    Symbol(LEAF, "Leaf.sounded"),
+    Symbol("surface_subject.many", "Many.n299"),
     Symbol(LEAF, "Twice", ("only",)),
     Symbol(LEAF, "Twice.capture"),
     Symbol(LEAF, "More", ("size", "mode", "extra", "seen")),
@@ -138,6 +151,7 @@ ABSENT = [
     (Symbol(LEAF, "gone"), "missing"),
     (Symbol(LEAF, "Leaf.gone", why="the draft loop"), "missing"),
     (Symbol(LEAF, "Leaf.range"), "missing"),
+    (Symbol(LEAF, "Leaf.loaded"), "missing"),
     (Symbol(LEAF, "Gone.capture"), "missing"),
     (Symbol("surface_subject.gone", "sample"), "missing"),
     (Symbol(LEAF, "sample", ("logits", "temperature")), "changed"),
