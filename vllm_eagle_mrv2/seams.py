@@ -7,19 +7,22 @@ the module concerned, so that loading the plugin imports nothing:
 * ``EngineArgs.add_cli_args``: understand the method on the command line;
 * ``VllmConfig.use_v2_model_runner``: true for an engine that asked for us (0.20 has no such property and reads
   VLLM_USE_V2_MODEL_RUNNER, which is set while the latest engine of the process asks for us);
+* ``VllmConfig._validate_v2_model_runner``: what Model Runner V2 does not serve is refused in our words;
 * ``spec_decode.init_speculator``: make our speculator for a marked configuration.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, cast
 
 import wrapt
+from pydantic import ValidationError
 
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.method import (
@@ -68,7 +71,8 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = take_request(self)
             _select_v2_by_environment(request)
-            config = original(self, *args, **kwargs)
+            with _our_sentence_alone():
+                config = original(self, *args, **kwargs)
             if request is not None and request_of(config.speculative_config) is None:
                 raise EagleMRV2Error(
                     f"vLLM replaced the speculative configuration that asked for method={METHOD} "
@@ -113,6 +117,19 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
         wrapped = functools.wraps(original_add.__func__)(add_cli_args(original_add.__func__))
         wrapped._eagle_mrv2_original = original_add.__func__  # type: ignore[attr-defined]
         engine_args.add_cli_args = staticmethod(wrapped)
+
+
+@contextlib.contextmanager
+def _our_sentence_alone() -> Iterator[None]:
+    """Pydantic wraps what is raised while it makes a configuration into a report of its own; ours comes out of it."""
+    try:
+        yield
+    except ValidationError as report:
+        for error in report.errors():
+            refusal = error.get("ctx", {}).get("error")
+            if isinstance(refusal, EagleMRV2Error):
+                raise refusal from None
+        raise
 
 
 def check_translated(config: Any, request: Request) -> None:
@@ -230,7 +247,29 @@ def _select_v2_by_environment(request: Request | None) -> None:
 
 
 def _wrap_vllm_config(module: ModuleType) -> None:
-    config_class = module.VllmConfig
+    _wrap_use_v2_model_runner(module.VllmConfig)
+
+    def validate(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any) -> None:
+            if request_of(self.speculative_config) is None:
+                original(self)
+                return
+            from vllm.logger import init_logger
+
+            from vllm_eagle_mrv2 import hosts
+            from vllm_eagle_mrv2.hosts import v2_limits
+
+            listed = v2_limits.listed_by_vllm(original, self)
+            for warning in v2_limits.check(self, listed, hosts.installed_release()):
+                init_logger("vllm.eagle_mrv2").warning("%s", warning)
+
+        return wrapped
+
+    if hasattr(module.VllmConfig, "_validate_v2_model_runner"):
+        wrap(module.VllmConfig, "_validate_v2_model_runner", validate)
+
+
+def _wrap_use_v2_model_runner(config_class: Any) -> None:
     original = config_class.__dict__.get("use_v2_model_runner")
     if not isinstance(original, property) or hasattr(original.fget, "_eagle_mrv2_original"):
         return

@@ -37,6 +37,7 @@ from vllm_eagle_mrv2.cli.doctor_report import (
 from vllm_eagle_mrv2.cli.recorded import NoSurface, load_surface
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.hosts.spec import Host
+from vllm_eagle_mrv2.hosts.v2_limits import limits_of
 from vllm_eagle_mrv2.method import FAMILIES, METHOD, Request
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.surface import check_installed, check_recorded
@@ -218,19 +219,20 @@ def _host(report: DoctorReport, release: str) -> Host | None:
         BehaviourReport(name=str(one), supplier=host.supplier(one, version), summary=one.summary) for one in Behaviour
     ]
     report.families = list(host.families)
-    report.unsupported = _unsupported(host)
+    report.unsupported = _unsupported(host, version)
     return host
 
 
-def _unsupported(host: Host) -> list[str]:
-    """What `Host.check_request` and the seams refuse there."""
+def _unsupported(host: Host, version: Version) -> list[str]:
+    """What `Host.check_request` and the seams refuse there, and what Model Runner V2 does not serve."""
     phrases = [*host.unsupported]
     phrases += [f"{family} drafts: use method={family}" for family in FAMILIES if family not in host.families]
     if "eagle3" in host.families and not host.eagle3_over_pp:
         phrases.append("EAGLE-3 with pipeline_parallel_size above 1")
     if "mtp" in host.families:
         phrases.append("MTP heads of Gemma 4 and of several modules: vLLM has speculators of their own for them")
-    return [*phrases, "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"]
+    phrases.append("VLLM_USE_V2_MODEL_RUNNER=0 in the environment")
+    return list(dict.fromkeys([*phrases, *(limit.what for limit in limits_of(version))]))
 
 
 def _check_host(report: DoctorReport, host: Host, release: str) -> None:

@@ -159,6 +159,14 @@ EVERYWHERE: tuple[Symbol, ...] = (
         why="wrapped to select Model Runner V2",
         releases=">=0.22",
     ),
+    Symbol("vllm.config.vllm", "VllmConfig._validate_v2_model_runner", (), why="wrapped to refuse in our words"),
+    Symbol(
+        "vllm.config.vllm",
+        "VllmConfig._get_v2_model_runner_unsupported_features",
+        (),
+        why="says what Model Runner V2 does not serve",
+        releases=">=0.22",
+    ),
     Symbol(f"{GPU}.model_runner", "init_speculator", why="wrapped to make our speculator"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.capture_model", why="wrapped for a draft whose target has no graphs"),
     Symbol(
