@@ -28,12 +28,14 @@ from vllm_eagle_mrv2 import __version__, hosts
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.cli.doctor_report import (
     BehaviourReport,
+    DeploymentReport,
     DoctorReport,
     HostReport,
     PluginReport,
     SymbolReport,
     print_report,
 )
+from vllm_eagle_mrv2.cli.preflight import Deployment, examine_deployment
 from vllm_eagle_mrv2.cli.recorded import NoSurface, load_surface
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.hosts.spec import Host
@@ -54,13 +56,38 @@ def doctor(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="List every stock symbol, the healthy ones too.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="Look at a deployment too: the target, a folder or hub name.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(metavar="HEAD", help="Its draft head; left out, the target has MTP layers.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("--num-speculative-tokens", "-k", metavar="K", min=1, help="Draft tokens a step.")
+    ] = 3,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="As for the server; left out, vLLM's own number here.")
+    ] = None,
+    probabilistic: Annotated[
+        bool, typer.Option("--probabilistic", help="Drafts are sampled, so that their logits are kept.")
+    ] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="As for the server.")] = False,
 ) -> None:
     """Check that eagle_mrv2 will run on the installed vLLM, and show what it brings there.
 
-    Needs no GPU and no model. Exit status 0: it will run; 1: it will not; 2: vLLM is not installed.
+    With --model also whether it will draft for that deployment, from the configurations of target and head alone.
+
+    Needs no GPU and no weights. Exit status 0: it will run; 1: it will not; 2: vLLM is not installed.
     """
+    if model is None and (draft is not None or max_num_seqs is not None or probabilistic):
+        raise typer.BadParameter("a deployment needs --model", param_hint="--model")
+    if model is not None and surface is not None:
+        raise typer.BadParameter("a recording serves no model", param_hint="--surface")
+    deployment = None
+    if model is not None:
+        deployment = Deployment(model, draft, num_speculative_tokens, max_num_seqs, probabilistic, trust_remote_code)
     with _quiet():
-        report = examine() if surface is None else examine_recorded(surface)
+        report = examine(deployment) if surface is None else examine_recorded(surface)
     if json_output:
         typer.echo(report.model_dump_json(indent=2))
     else:
@@ -69,8 +96,8 @@ def doctor(
     raise typer.Exit(report.exit_code)
 
 
-def examine() -> DoctorReport:
-    """Look at the installed vLLM."""
+def examine(deployment: Deployment | None = None) -> DoctorReport:
+    """Look at the installed vLLM, and at what is to be served by it."""
     report = DoctorReport(
         package_version=__version__,
         source="installed",
@@ -94,6 +121,8 @@ def examine() -> DoctorReport:
         host = _host(report, report.vllm_version)
         if host is not None:
             _check_host(report, host, report.vllm_version)
+    if deployment is not None:
+        _check_deployment(report, deployment)
     report.exit_code = 1 if report.problems else 0
     return report
 
@@ -245,6 +274,15 @@ def _check_host(report: DoctorReport, host: Host, release: str) -> None:
         report.problems.append(str(error))
     if all(symbol.status == "found" for symbol in report.symbols):
         _check_speculators(report, host)
+
+
+def _check_deployment(report: DoctorReport, deployment: Deployment) -> None:
+    if report.problems or report.vllm_version is None:
+        report.deployment = DeploymentReport(
+            target=deployment.target, draft=deployment.draft, num_speculative_tokens=deployment.num_speculative_tokens
+        )
+        return
+    examine_deployment(report, deployment, hosts.release_version(report.vllm_version))
 
 
 def _blame_symbols(report: DoctorReport, what: str) -> None:

@@ -11,8 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_eagle_mrv2.method import METHOD
 from vllm_eagle_mrv2.surface import Finding, Status
 
+_CHECKED = {
+    "nothing": "nothing that can be served",
+    "draft": "the configurations of draft and target, as vLLM cannot make the engine's here",
+    "engine": "the configuration of the whole engine, made by vLLM",
+}
 _STYLES = {"found": "green", "missing": "bold red", "changed": "bold red"}
 
 
@@ -65,6 +71,42 @@ class PluginReport(BaseModel):
         return f"{state}, VLLM_PLUGINS" + (" not set" if self.vllm_plugins is None else f"={self.vllm_plugins}")
 
 
+class PathReport(BaseModel):
+    """How a draft phase runs where the draft attends by these backends, on a GPU with graphs."""
+
+    backends: str
+    path: str
+
+
+class DeploymentReport(BaseModel):
+    """One deployment; what could not be found out is null or empty."""
+
+    target: str
+    draft: str | None = Field(description="null where the target has the head in it")
+    num_speculative_tokens: int
+    max_num_seqs: int | None = None
+    checked: Literal["nothing", "draft", "engine"] = Field(
+        default="nothing", description="whose configuration vLLM made: the whole engine's, or no more than the draft's"
+    )
+    draft_logits_bytes: int | None = Field(default=None, description="of one rank; 0 where drafting is greedy")
+    paths: list[PathReport] = []
+    own_kernels: bool | None = Field(default=None, description="whether the draft's layers attend by kernels of ours")
+
+    @property
+    def name(self) -> str:
+        """The target and the draft, for a person."""
+        return f"{self.target} with {self.draft or 'the head in it'}, K={self.num_speculative_tokens}"
+
+    @property
+    def draft_logits(self) -> str:
+        """The memory that they take, for a person."""
+        if self.draft_logits_bytes is None:
+            return "unknown"
+        if not self.draft_logits_bytes:
+            return "none, greedy"
+        return f"{self.draft_logits_bytes / 2**20:.1f} MiB a rank at max_num_seqs={self.max_num_seqs}"
+
+
 class DoctorReport(BaseModel):
     """Everything that the doctor found; what does not apply is null or empty."""
 
@@ -81,6 +123,8 @@ class DoctorReport(BaseModel):
     behaviours: list[BehaviourReport] = []
     families: list[str] = []
     unsupported: list[str] = []
+    family: str | None = Field(default=None, description="of the deployment's draft")
+    deployment: DeploymentReport | None = None
     problems: list[str] = Field(default=[], description="why eagle_mrv2 will not run, a sentence each")
     notes: list[str] = []
     exit_code: Literal[0, 1, 2] = 0
@@ -92,9 +136,23 @@ class DoctorReport(BaseModel):
         counted = Counter(symbol.status for symbol in self.symbols)
         return {status: counted[status] for status in ("found", "missing", "changed")}
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def accepted(self) -> bool | None:
+        """Whether the deployment will draft by eagle_mrv2; null where none was asked about."""
+        return None if self.deployment is None else not self.problems
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def reason(self) -> str | None:
+        """Why the deployment is refused."""
+        return None if self.deployment is None or not self.problems else self.problems[0]
+
     @property
     def verdict(self) -> str:
         """One line."""
+        if self.deployment is not None:
+            return f"FAILED: {METHOD} will not draft" if self.exit_code else f"OK: {METHOD} drafts as {self.family}"
         if self.source == "installed":
             return "FAILED: eagle_mrv2 will not run" if self.exit_code else "OK: eagle_mrv2 runs on this vLLM"
         if self.exit_code:
@@ -114,11 +172,24 @@ def print_report(report: DoctorReport, console: Console, verbose: bool) -> None:
         _print(console, "not supported there:")
         for phrase in report.unsupported:
             _print(console, f"  {phrase}")
+    if report.deployment is not None:
+        _print_deployment(report, report.deployment, console)
     for note in report.notes:
         _print(console, f"note: {note}", "yellow")
     for problem in report.problems:
         _print(console, f"problem: {problem}", "red")
     _print(console, report.verdict, "bold red" if report.exit_code else "bold green")
+
+
+def _print_deployment(report: DoctorReport, deployment: DeploymentReport, console: Console) -> None:
+    _print(console, f"deployment: {deployment.name}", "bold")
+    _print(console, f"  family: {report.family or 'unknown'}")
+    _print(console, f"  looked at: {_CHECKED[deployment.checked]}")
+    _print(console, f"  draft logits: {deployment.draft_logits}")
+    for path in deployment.paths:
+        _print(console, f"  draft phase with {path.backends}: {path.path}")
+    if deployment.own_kernels is not None:
+        _print(console, f"  layers that attend by our kernels: {'yes' if deployment.own_kernels else 'no'}")
 
 
 def _print(console: Console, line: str, style: str = "") -> None:

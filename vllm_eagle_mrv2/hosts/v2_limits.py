@@ -87,7 +87,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("custom logits processors", "<0.31", "custom logits processors", _has_plugins),
     Limit("custom logits processors written for Model Runner V1", ">=0.31"),
     Limit(
-        "logprobs_mode raw_logits and processed_logits",
+        "logprobs_mode raw_logits or processed_logits",
         "<0.26",
         "logprobs mode",
         lambda config: config.model_config.logprobs_mode in ("raw_logits", "processed_logits"),

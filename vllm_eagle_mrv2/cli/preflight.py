@@ -1,0 +1,166 @@
+"""Whether one deployment will draft by ``eagle_mrv2`` on the installed vLLM, from configurations alone.
+
+The engine's own functions are asked, so that what they refuse is refused here in the same words: vLLM makes the whole
+configuration of the engine where it can here, and of the draft alone where the target is not for this machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from vllm_eagle_mrv2.cli.doctor_report import DeploymentReport, DoctorReport, PathReport
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.hosts.draft_paths import attends_by_ours, draft_paths
+from vllm_eagle_mrv2.method import METHOD, Family, request_of
+from vllm_eagle_mrv2.plugin import register
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is to be served."""
+
+    target: str
+    draft: str | None
+    num_speculative_tokens: int
+    max_num_seqs: int | None = None
+    """None takes vLLM's own number for a server on this machine."""
+    probabilistic: bool = False
+    trust_remote_code: bool = False
+
+    def engine_args(self, version: Version, *, drafts: bool = True) -> Any:
+        """vLLM's ``EngineArgs``; nothing is loaded by them.
+
+        Args:
+            version: the installed release.
+            drafts: False leaves the draft out.
+        """
+        from vllm.engine.arg_utils import EngineArgs
+
+        speculative: dict[str, Any] = {"method": METHOD, "num_speculative_tokens": self.num_speculative_tokens}
+        if self.draft is not None:
+            speculative["model"] = self.draft
+        if self.probabilistic:
+            sampling = "draft_sample_method" if version >= Version("0.22") else "rejection_sample_method"
+            speculative[sampling] = "probabilistic"
+        limits = {} if self.max_num_seqs is None else {"max_num_seqs": self.max_num_seqs}
+        return EngineArgs(
+            model=self.target,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            trust_remote_code=self.trust_remote_code,
+            speculative_config=speculative if drafts else None,
+            **limits,
+        )
+
+
+def examine_deployment(report: DoctorReport, deployment: Deployment, version: Version) -> None:
+    """Look at a deployment and put what is found into the report.
+
+    Args:
+        report: of a vLLM on which ``eagle_mrv2`` runs.
+        deployment: what is to be served.
+        version: the installed release.
+    """
+    register()
+    found = report.deployment = DeploymentReport(
+        target=deployment.target,
+        draft=deployment.draft,
+        num_speculative_tokens=deployment.num_speculative_tokens,
+    )
+    arguments = None
+    try:
+        arguments = deployment.engine_args(version)
+        config = _engine_config(arguments)
+    except EagleMRV2Error as refusal:
+        report.problems.append(str(refusal))
+    except Exception as error:  # whatever vLLM finds wrong, in whatever way
+        _blame(report, deployment, version, error)
+    else:
+        found.checked = "engine"
+        report.family = _family(config.speculative_config)
+        _describe(found, config, version)
+    if report.family is None and arguments is not None:
+        report.family = _family_alone(arguments)
+
+
+def _engine_config(arguments: Any) -> Any:
+    usage = importlib.import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
+    return arguments.create_engine_config(usage)
+
+
+def _family(speculative_config: Any) -> Family | None:
+    request = request_of(speculative_config)
+    return None if request is None else request.family
+
+
+def _family_alone(arguments: Any) -> Family | None:
+    """Of a deployment that is refused for something else, or that is not for this machine."""
+    from vllm_eagle_mrv2.seams import take_request
+
+    try:
+        request = take_request(arguments)
+    except EagleMRV2Error:
+        return None
+    return None if request is None else request.family
+
+
+def _blame(report: DoctorReport, deployment: Deployment, version: Version, error: Exception) -> None:
+    """Tell whether the draft or the target is at fault when vLLM makes no configuration of the two.
+
+    What keeps the target alone from being served here may be this machine: a CPU has no kernels for FP8 weights.
+    """
+    from vllm.platforms import current_platform
+
+    try:
+        _engine_config(deployment.engine_args(version, drafts=False))
+    except Exception as alone:  # as above
+        if current_platform.is_cuda_alike():
+            report.problems.append(f"vLLM does not serve {deployment.target} here: {_words(alone)}")
+            return
+        report.notes.append(
+            f"vLLM makes no configuration of {deployment.target} on this machine ({_words(alone)}), "
+            "so the draft alone was looked at."
+        )
+        _check_draft_alone(report, deployment, version)
+    else:
+        report.problems.append(f"vLLM refuses this draft: {_words(error)}")
+
+
+def _check_draft_alone(report: DoctorReport, deployment: Deployment, version: Version) -> None:
+    from vllm_eagle_mrv2.seams import take_request
+
+    assert report.deployment is not None
+    try:
+        request = take_request(deployment.engine_args(version))
+    except EagleMRV2Error as refusal:
+        report.problems.append(str(refusal))
+        return
+    report.deployment.checked = "draft"
+    report.family = None if request is None else request.family
+
+
+def _describe(found: DeploymentReport, config: Any, version: Version) -> None:
+    draft = config.speculative_config.draft_model_config
+    found.max_num_seqs = config.scheduler_config.max_num_seqs
+    found.num_speculative_tokens = config.speculative_config.num_speculative_tokens
+    found.draft_logits_bytes = 0
+    methods = ("draft_sample_method", "rejection_sample_method")
+    if "probabilistic" in (getattr(config.speculative_config, name, None) for name in methods):
+        rows = config.scheduler_config.max_num_seqs * found.num_speculative_tokens
+        found.draft_logits_bytes = rows * draft.get_vocab_size() * _FLOAT32
+    found.paths = [PathReport(backends=path.backends, path=path.path) for path in draft_paths(draft, version)]
+    found.own_kernels = attends_by_ours(draft)
+
+
+def _words(error: Exception) -> str:
+    """What an error of vLLM's says, in one line; pydantic's reports name their own class first."""
+    reported = getattr(error, "errors", None)
+    text = str(reported()[0]["msg"]) if callable(reported) else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0].removeprefix("Value error, ").removeprefix("Assertion failed, ") if lines else type(error).__name__
