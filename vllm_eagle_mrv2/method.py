@@ -11,21 +11,19 @@ import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
+from vllm_eagle_mrv2.checkpoints import Reader
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.families import FAMILIES as FAMILIES
+from vllm_eagle_mrv2.families import METHOD as METHOD
+from vllm_eagle_mrv2.families import Family as Family
+from vllm_eagle_mrv2.heads import check_forced
+from vllm_eagle_mrv2.heads import detect_family as detect_family
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.ranking import DraftTokens, draft_tokens
 
-METHOD = "eagle_mrv2"
 MARKER = "_eagle_mrv2_request"
-Family = Literal["eagle", "eagle3", "mtp"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
-
-# An EAGLE-1 head is published under the architecture of its target, so a whole model and a head look alike but for
-# their depth.  No published head has more layers than this.
-_MAX_HEAD_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,14 @@ def mark(speculative_config: object, request: Request) -> None:
     speculative_config.__dict__[MARKER] = request
 
 
+def canonical(method: str) -> str:
+    """A method's name as `names` spells it; ``Eagle-MRV2`` is ours as well."""
+    return method.lower().replace("-", "_")
+
+
 def is_ours(method: object) -> bool:
     """Whether a method's name is ``eagle_mrv2``, with a forced family or without."""
-    return isinstance(method, str) and (method == METHOD or method.startswith(METHOD + ":"))
+    return isinstance(method, str) and canonical(method).partition(":")[0] == METHOD
 
 
 def names() -> tuple[str, ...]:
@@ -97,46 +100,65 @@ def parse_short_form(text: str) -> dict[str, Any] | None:
     return items
 
 
-def translate(speculative_config: Mapping[str, Any], target: str, options: Options) -> tuple[dict[str, Any], Request]:
+def translate(
+    speculative_config: Mapping[str, Any], target: str, options: Options, reader: Reader | None = None
+) -> tuple[dict[str, Any], Request]:
     """Turn a speculative configuration with our method into the stock one and the request for it.
 
     Args:
-        speculative_config: the user's configuration, ``method`` being one of `names`.
+        speculative_config: the user's configuration, ``method`` being ours.
         target: path or hub name of the target model; an MTP head may live in it.
         options: the validated options.
+        reader: how vLLM is told to read configurations.
 
     Raises:
         EagleMRV2Error: no draft model, a checkpoint that is no EAGLE or MTP head, a K below 1, a draft vocabulary
             that cannot be had.
     """
     config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
-    config["model"] = config.get("model") or None
-    _, _, forced = config["method"].partition(":")
+    model = config["model"] = config.get("model") or None
+    _, _, forced = canonical(config["method"]).partition(":")
     if forced and forced not in FAMILIES:
         raise EagleMRV2Error(f"method={METHOD}:{forced} names no family; use one of {', '.join(names())}.")
-    tokens = config.get("num_speculative_tokens")
-    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-        raise EagleMRV2Error(
-            f"method={METHOD} needs num_speculative_tokens of at least 1 (given: {tokens!r}); 3 is a good start."
-        )
-    family: Family = (
-        next(known for known in FAMILIES if known == forced)
-        if forced
-        else detect_family(config.get("model"), target, config.get("revision"))
-    )
-    if tokens is None:
+    if config.get("num_speculative_tokens") is not None:
+        config["num_speculative_tokens"] = _whole_number(config["num_speculative_tokens"])
+    family: Family
+    if forced:
+        family = next(known for known in FAMILIES if known == forced)
+        if model is not None:
+            check_forced(family, model, config.get("revision"), reader)
+    else:
+        family = detect_family(model, target, config.get("revision"), reader)
+    if config.get("num_speculative_tokens") is None:
         raise EagleMRV2Error(f"method={METHOD} needs num_speculative_tokens; 3 is a good start.")
-    if config.get("model") is None and family != "mtp":
+    if model is None and family != "mtp":
         raise EagleMRV2Error(
             f"method={METHOD} needs a draft model: set model in the speculative configuration to an EAGLE head."
         )
+    if config.get("parallel_drafting"):
+        raise EagleMRV2Error(
+            "Model Runner V2 lacks parallel drafting for EAGLE; leave parallel_drafting out of the speculative "
+            "configuration."
+        )
     if family == "mtp":
-        _refuse_misleading_path(config["model"] or target)
-    if config["model"] is None:
+        _refuse_misleading_path(model or target)
+    if model is None:
         del config["model"]
     config["method"] = family
     enforce_eager = config.get("enforce_eager") is True
     return config, Request(family, options, enforce_eager, _draft_tokens(family, options))
+
+
+def _whole_number(tokens: object) -> int:
+    """The number of draft tokens, however it is written."""
+    number = tokens
+    if (isinstance(tokens, str) and tokens.strip().isdecimal()) or (isinstance(tokens, float) and tokens.is_integer()):
+        number = int(tokens)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise EagleMRV2Error(
+            f"method={METHOD} needs num_speculative_tokens of at least 1 (given: {tokens!r}); 3 is a good start."
+        )
+    return number
 
 
 def _draft_tokens(family: Family, options: Options) -> DraftTokens | None:
@@ -158,131 +180,3 @@ def _refuse_misleading_path(path: str) -> None:
                 f"vLLM takes the MTP draft {path} for another kind because '{word}' stands in its path; "
                 "rename or move the folder."
             )
-
-
-def detect_family(model: str | None, target: str, revision: str | None = None) -> Family:
-    """The family of a draft, read from its checkpoint and never from its path.
-
-    Args:
-        model: path or hub name of the draft; None stands for a head inside the target.
-        target: path or hub name of the target.
-        revision: revision of the draft on the hub.
-
-    Raises:
-        EagleMRV2Error: the checkpoint cannot be read, or it is neither an EAGLE nor an MTP head.
-    """
-    if model is None:
-        if _has_mtp_layers(_read_config(target, None)) or any(map(_is_of_mtp, _tensor_names(target) or ())):
-            return "mtp"
-        raise EagleMRV2Error(
-            f"method={METHOD} needs a draft model: {target} has no MTP layers of its own, "
-            "so set model in the speculative configuration to an EAGLE head."
-        )
-    config = _read_config(model, revision)
-    if _same_place(model, target) and _has_mtp_layers(config):
-        return "mtp"
-    family = _family_of(config, _tensor_names(model))
-    if family is None:
-        raise EagleMRV2Error(
-            f"{model} is no EAGLE or MTP head (architectures: {_architectures(config)}, "
-            f"layers: {config.get('num_hidden_layers')}); give the path of one, "
-            f"or force its family with method={METHOD}:eagle, :eagle3 or :mtp."
-        )
-    return family
-
-
-def _family_of(config: Mapping[str, Any], tensors: frozenset[str] | None) -> Family | None:
-    speculators = config.get("speculators_model_type")
-    if speculators is not None:
-        return next((family for family in FAMILIES if family == speculators), None)
-    architectures = _architectures(config)
-    model_type = str(config.get("model_type", ""))
-    if any("eagle3" in name.lower() for name in architectures) or model_type == "eagle3":
-        return "eagle3"
-    if any(name.startswith("Eagle") for name in architectures) or model_type == "eagle":
-        return "eagle"
-    if any("MTP" in name or "NextN" in name for name in architectures) or model_type.endswith("mtp"):
-        return "mtp"
-    if config.get("draft_vocab_size") or "eagle_aux_hidden_state_layer_ids" in config or "eagle_config" in config:
-        return "eagle3"
-    if tensors is not None:
-        if any(name.rpartition(".")[2] in ("d2t", "t2d") or "midlayer." in name for name in tensors):
-            return "eagle3"
-        if any(map(_is_of_mtp, tensors)):
-            return "mtp"
-        return "eagle" if any(name.split(".")[-2:] == ["fc", "weight"] for name in tensors) else None
-    layers = config.get("num_hidden_layers")
-    is_head = isinstance(layers, int) and layers <= _MAX_HEAD_LAYERS
-    return "eagle" if is_head and any(name.endswith("ForCausalLM") for name in architectures) else None
-
-
-def _is_of_mtp(tensor: str) -> bool:
-    """Whether a tensor belongs to MTP layers: ``model.mtp_layers.0.``, ``mtp.fc.`` or DeepSeek's ``eh_proj``."""
-    return any("mtp" in part or part == "eh_proj" for part in tensor.split("."))
-
-
-def _same_place(model: str, target: str) -> bool:
-    """Whether a draft is the target itself, however its folder is spelled."""
-    return model == target or (Path(model).is_dir() and Path(model).resolve() == Path(target).resolve())
-
-
-def _has_mtp_layers(config: Mapping[str, Any]) -> bool:
-    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
-    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "n_predict", "num_mtp_layers")
-    return any(part.get(key) for part in (config, text or {}) for key in keys)
-
-
-def _architectures(config: Mapping[str, Any]) -> list[str]:
-    return [str(name) for name in config.get("architectures") or []]
-
-
-def _read_config(model: str, revision: str | None) -> Mapping[str, Any]:
-    """``config.json`` of a local folder or of a hub model, through transformers' own cache and offline rules."""
-    from transformers import PretrainedConfig
-
-    try:
-        config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise EagleMRV2Error(
-            f"the configuration of {model} cannot be read ({reason}); check the path, or download it first."
-        ) from error
-    if not config:
-        raise EagleMRV2Error(
-            f"{model} has no config.json; give the path of an EAGLE or MTP head, "
-            f"or force its family with method={METHOD}:eagle, :eagle3 or :mtp."
-        )
-    return dict(config)
-
-
-def _tensor_names(model: str) -> frozenset[str] | None:
-    """Names of the tensors in a local safetensors checkpoint; None where there is none to look into.
-
-    Raises:
-        EagleMRV2Error: a file that is not what it is called, such as the pointer that git-lfs leaves.
-    """
-    folder = Path(model)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            weight_map = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise EagleMRV2Error(
-                f"{index} is not an index of a checkpoint ({error!r}); download the draft model again."
-            ) from error
-        return frozenset(weight_map)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not files:
-        return None
-    from safetensors import SafetensorError, safe_open
-
-    names: set[str] = set()
-    for file in files:
-        try:
-            with safe_open(file, framework="np") as checkpoint:
-                names.update(checkpoint.keys())
-        except (SafetensorError, OSError) as error:
-            raise EagleMRV2Error(
-                f"{file} is not a complete safetensors file ({error}); download the draft model again."
-            ) from error
-    return frozenset(names)

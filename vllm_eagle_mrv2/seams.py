@@ -24,11 +24,15 @@ from typing import Any, cast
 import wrapt
 from pydantic import ValidationError
 
+from vllm_eagle_mrv2 import one_model
+from vllm_eagle_mrv2.checkpoints import Reader, check_weights
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.heads import check_fit
 from vllm_eagle_mrv2.method import (
     MARKER,
     METHOD,
     Request,
+    canonical,
     is_ours,
     mark,
     names,
@@ -73,12 +77,6 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
             _select_v2_by_environment(request)
             with _our_sentence_alone():
                 config = original(self, *args, **kwargs)
-            if request is not None and request_of(config.speculative_config) is None:
-                raise EagleMRV2Error(
-                    f"vLLM replaced the speculative configuration that asked for method={METHOD} "
-                    "(the target is a speculators checkpoint); give the verifier as the target model "
-                    "and the head as model of the speculative configuration."
-                )
             if request is not None:
                 _name_in_caches(config)
             return config
@@ -97,6 +95,7 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
             finally:
                 self.speculative_config = {**self.speculative_config, MARKER: request}
             check_translated(config, request)
+            check_fit(config)
             mark(config, request)
             return config
 
@@ -201,8 +200,12 @@ def take_request(engine_args: Any) -> Request | None:
     options = parse_options(engine_args.additional_config)
     host = hosts.installed_host()
     host.check_disabled(options.disable, hosts.installed_release())
-    translated, request = translate(asked, engine_args.model, options)
+    reader = Reader(engine_args.trust_remote_code, engine_args.config_format, engine_args.hf_token)
+    asked = one_model.split(engine_args, asked, reader)
+    translated, request = translate(asked, engine_args.model, options, reader)
     host.check_request(request, engine_args)
+    if "model" in translated:
+        check_weights(translated["model"], engine_args.load_format)
     engine_args.speculative_config = {**translated, MARKER: request}
     return request
 
@@ -214,6 +217,7 @@ def teach_parser(parser: argparse.ArgumentParser) -> None:
             action.type = _short_form_first(action.type)  # type: ignore[arg-type]
         elif "--spec-method" in action.option_strings and action.choices is not None:
             action.choices = [*action.choices, *(name for name in names() if name not in action.choices)]
+            action.type = lambda name: canonical(name) if is_ours(name) else name
 
 
 def _short_form_first(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -162,6 +162,8 @@ def test_a_key_given_twice(text: str, key: str) -> None:
     [
         *((name, True) for name in names()),
         ("eagle_mrv2:anything", True),
+        ("Eagle_MRV2", True),
+        ("EAGLE-mrv2:EAGLE3", True),
         ("eagle_mrv22", False),
         ("eagle", False),
         (None, False),
@@ -196,13 +198,13 @@ def test_a_forced_family_reads_no_checkpoint(family: str) -> None:
     assert request.family == family
 
 
-@pytest.mark.parametrize("forced", ["medusa", "EAGLE", "eagle:eagle3", "eagle "])
+@pytest.mark.parametrize("forced", ["medusa", "eagle:eagle3", "eagle "])
 def test_a_family_that_does_not_exist(forced: str) -> None:
     with pytest.raises(EagleMRV2Error, match="names no family; use one of eagle_mrv2, eagle_mrv2:eagle, "):
         translate({"method": f"eagle_mrv2:{forced}", "model": "/m", "num_speculative_tokens": 1}, "t", Options())
 
 
-@pytest.mark.parametrize("tokens", [0, -1, "3", True, 2.0, [3]])
+@pytest.mark.parametrize("tokens", [0, -1, "0", "x", "-1", "3.5", True, 3.5, float("nan"), [3]])
 def test_num_speculative_tokens_must_be_a_positive_whole_number(tokens: object) -> None:
     asked = {"method": "eagle_mrv2:eagle", "model": "/m", "num_speculative_tokens": tokens}
     with pytest.raises(EagleMRV2Error, match="needs num_speculative_tokens of at least 1") as refused:

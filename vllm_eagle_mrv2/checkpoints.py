@@ -1,0 +1,152 @@
+"""What a checkpoint says of itself: its configuration, as its files have it and as vLLM reads it, and its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+
+_READS_FILES = ("auto", "hf", "safetensors", "mistral", "pt")
+"""Load formats of vLLM's that read the files of a folder as published."""
+_MTP_LAYERS = "n_predict"  # how vLLM's rule calls their number, whatever the checkpoint does
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How configurations are read, of local folders and of hub models; the fields are those of vLLM's arguments."""
+
+    trust_remote_code: bool = False
+    config_format: str = "auto"
+    hf_token: bool | str | None = None
+
+    def config(self, model: str, revision: str | None = None) -> Mapping[str, Any]:
+        """``config.json`` as it is, or what vLLM makes of Mistral's ``params.json`` where there is none.
+
+        Raises:
+            EagleMRV2Error: the configuration cannot be read.
+        """
+        from transformers import PretrainedConfig
+
+        try:
+            config, _ = PretrainedConfig.get_config_dict(model, revision=revision, token=self.hf_token)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            if not _is_an_object(model):
+                raise EagleMRV2Error(
+                    f"config.json of {model} is not a JSON object; download the checkpoint again."
+                ) from error
+            return self._mistral(model, revision) or _unreadable(model, error)
+        return config or self._mistral(model, revision) or _unreadable(model, "it has no config.json")
+
+    def draft_config(self, model: str, revision: str | None = None) -> Any:
+        """The configuration that vLLM gives a draft, by its own rule for drafts that lie inside of targets.
+
+        Raises:
+            EagleMRV2Error: vLLM cannot read the configuration.
+        """
+        from vllm.config.speculative import SpeculativeConfig
+
+        return self._by_vllm(model, revision, SpeculativeConfig.hf_config_override)
+
+    def has_mtp_layers(self, model: str, revision: str | None = None) -> bool:
+        """Whether this release of vLLM sees MTP layers in a checkpoint.
+
+        Raises:
+            EagleMRV2Error: vLLM cannot read the configuration.
+        """
+        return is_mtp(self.draft_config(model, revision))
+
+    def _by_vllm(self, model: str, revision: str | None, override: Any = None) -> Any:
+        from vllm.transformers_utils.config import get_config
+
+        try:
+            return get_config(
+                model,
+                self.trust_remote_code,
+                revision,
+                config_format=self.config_format,
+                hf_overrides_fn=override,
+                token=self.hf_token,
+            )
+        except Exception as error:  # whatever vLLM, transformers or the checkpoint's own code raise
+            _unreadable(model, error)
+
+    def _mistral(self, model: str, revision: str | None) -> Mapping[str, Any] | None:
+        try:
+            read: dict[str, Any] = self._by_vllm(model, revision).to_dict()
+        except EagleMRV2Error:
+            return None
+        return read
+
+
+def is_mtp(draft_config: Any) -> bool:
+    """Whether a draft's configuration, as `Reader.draft_config` has it, is of a kind that vLLM drafts for as MTP."""
+    from vllm.config.speculative import MTPModelTypes
+
+    return draft_config.model_type in get_args(MTPModelTypes) and getattr(draft_config, _MTP_LAYERS, None) != 0
+
+
+def check_weights(model: str, load_format: str) -> None:
+    """Refuse a local folder in which vLLM would find no weights.
+
+    Raises:
+        EagleMRV2Error: with the cause and the remedy.
+    """
+    folder = Path(model)
+    if load_format in _READS_FILES and folder.is_dir() and not any(map(_is_of_weights, folder.iterdir())):
+        raise EagleMRV2Error(f"the folder {model} holds no weights; download the draft model again.")
+
+
+def tensor_names(model: str) -> frozenset[str] | None:
+    """Names of the tensors in a local safetensors checkpoint; None where there is none to look into.
+
+    Raises:
+        EagleMRV2Error: a file that is not what it is called, such as the pointer that git-lfs leaves.
+    """
+    folder = Path(model)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            weight_map = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise EagleMRV2Error(
+                f"{index} is not an index of a checkpoint ({error!r}); download the draft model again."
+            ) from error
+        return frozenset(weight_map)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        return None
+    from safetensors import SafetensorError, safe_open
+
+    names: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as checkpoint:
+                names.update(checkpoint.keys())
+        except (SafetensorError, OSError) as error:
+            raise EagleMRV2Error(
+                f"{file} is not a complete safetensors file ({error}); download the draft model again."
+            ) from error
+    return frozenset(names)
+
+
+def _is_of_weights(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".bin", ".pt", ".gguf")
+
+
+def _is_an_object(model: str) -> bool:
+    """False for a local ``config.json`` that is JSON, and a list or a string."""
+    try:
+        return isinstance(json.loads((Path(model) / "config.json").read_text()), dict)
+    except (OSError, ValueError):
+        return True
+
+
+def _unreadable(model: str, error: object) -> NoReturn:
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error)).rstrip(".:")
+    raise EagleMRV2Error(
+        f"the configuration of {model} cannot be read ({reason}); check the path, or download it first."
+    ) from (error if isinstance(error, Exception) else None)
