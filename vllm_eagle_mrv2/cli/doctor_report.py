@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_eagle_mrv2.method import METHOD
+from vllm_eagle_mrv2.families import METHOD
 from vllm_eagle_mrv2.surface import Finding, Status
 
 _CHECKED = {
@@ -186,6 +186,8 @@ def _print_deployment(report: DoctorReport, deployment: DeploymentReport, consol
     _print(console, f"  family: {report.family or 'unknown'}")
     _print(console, f"  looked at: {_CHECKED[deployment.checked]}")
     _print(console, f"  draft logits: {deployment.draft_logits}")
+    if not deployment.paths:
+        _print(console, "  draft phase: not known without the configuration of the engine")
     for path in deployment.paths:
         _print(console, f"  draft phase with {path.backends}: {path.path}")
     if deployment.own_kernels is not None:

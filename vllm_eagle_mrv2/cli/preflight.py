@@ -12,10 +12,12 @@ from typing import Any
 
 from packaging.version import Version
 
+from vllm_eagle_mrv2.checkpoints import Reader
 from vllm_eagle_mrv2.cli.doctor_report import DeploymentReport, DoctorReport, PathReport
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.families import METHOD, Family
 from vllm_eagle_mrv2.hosts.draft_paths import attends_by_ours, draft_paths
-from vllm_eagle_mrv2.method import METHOD, Family, request_of
+from vllm_eagle_mrv2.method import request_of
 from vllm_eagle_mrv2.plugin import register
 
 _FLOAT32 = 4
@@ -135,27 +137,41 @@ def _blame(report: DoctorReport, deployment: Deployment, version: Version, error
 def _check_draft_alone(report: DoctorReport, deployment: Deployment, version: Version) -> None:
     from vllm_eagle_mrv2.seams import take_request
 
-    assert report.deployment is not None
+    found, arguments = report.deployment, deployment.engine_args(version)
+    assert found is not None
     try:
-        request = take_request(deployment.engine_args(version))
+        request = take_request(arguments)
     except EagleMRV2Error as refusal:
         report.problems.append(str(refusal))
         return
-    report.deployment.checked = "draft"
     report.family = None if request is None else request.family
+    found.checked = "draft"
+    found.max_num_seqs = deployment.max_num_seqs
+    if not deployment.probabilistic:
+        found.draft_logits_bytes = 0
+    elif deployment.max_num_seqs is not None:
+        target = Reader(deployment.trust_remote_code).config(arguments.model)
+        vocabulary = (target.get("text_config") or target).get("vocab_size")
+        if isinstance(vocabulary, int):
+            found.draft_logits_bytes = _draft_logits(deployment.max_num_seqs, found.num_speculative_tokens, vocabulary)
 
 
 def _describe(found: DeploymentReport, config: Any, version: Version) -> None:
     draft = config.speculative_config.draft_model_config
-    found.max_num_seqs = config.scheduler_config.max_num_seqs
+    found.max_num_seqs = int(config.scheduler_config.max_num_seqs)
     found.num_speculative_tokens = config.speculative_config.num_speculative_tokens
     found.draft_logits_bytes = 0
     methods = ("draft_sample_method", "rejection_sample_method")
     if "probabilistic" in (getattr(config.speculative_config, name, None) for name in methods):
-        rows = config.scheduler_config.max_num_seqs * found.num_speculative_tokens
-        found.draft_logits_bytes = rows * draft.get_vocab_size() * _FLOAT32
+        sizes = (found.max_num_seqs, found.num_speculative_tokens, draft.get_vocab_size())
+        found.draft_logits_bytes = _draft_logits(*sizes)
     found.paths = [PathReport(backends=path.backends, path=path.path) for path in draft_paths(draft, version)]
     found.own_kernels = attends_by_ours(draft)
+
+
+def _draft_logits(max_num_seqs: int, num_draft_tokens: int, vocabulary: int) -> int:
+    """Bytes of the stored draft logits; options may store them in the head's dtype from 0.28 on, at half of that."""
+    return max_num_seqs * num_draft_tokens * vocabulary * _FLOAT32
 
 
 def _words(error: Exception) -> str:
