@@ -31,14 +31,15 @@ class Reader:
         """
         from transformers import PretrainedConfig
 
+        config: object
         try:
             config, _ = PretrainedConfig.get_config_dict(model, revision=revision, token=self.hf_token)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            if not _is_an_object(model):
-                raise EagleMRV2Error(
-                    f"config.json of {model} is not a JSON object; download the checkpoint again."
-                ) from error
+        except (OSError, ValueError) as error:
             return self._mistral(model, revision) or _unreadable(model, error)
+        except (TypeError, AttributeError):  # transformers trips over some JSON that is no object
+            config = None
+        if not isinstance(config, dict):
+            raise EagleMRV2Error(f"config.json of {model} is not a JSON object; download the checkpoint again.")
         return config or self._mistral(model, revision) or _unreadable(model, "it has no config.json")
 
     def draft_config(self, model: str, revision: str | None = None) -> Any:
@@ -135,14 +136,6 @@ def tensor_names(model: str) -> frozenset[str] | None:
 
 def _is_of_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin", ".pt", ".gguf")
-
-
-def _is_an_object(model: str) -> bool:
-    """False for a local ``config.json`` that is JSON, and a list or a string."""
-    try:
-        return isinstance(json.loads((Path(model) / "config.json").read_text()), dict)
-    except (OSError, ValueError):
-        return True
 
 
 def _unreadable(model: str, error: object) -> NoReturn:

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,6 +32,9 @@ from vllm_eagle_mrv2.options import Options, parse_options
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1}
 WHOLE_LLAMA = {**LLAMA, "num_hidden_layers": 32}
+# transformers knows no "mimo", whose fields are Qwen2's; vLLM goes by the architecture.
+MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+QWEN3_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 48}
 EAGLE_TENSORS = ("fc.weight", "embed_tokens.weight", "layers.0.self_attn.q_proj.weight")
 EAGLE3_TENSORS = ("fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight", "d2t", "t2d")
 LLAMA_TENSORS = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight")
@@ -191,7 +194,7 @@ def test_translate(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forced_family_reads_no_checkpoint(family: str) -> None:
+def test_a_forced_family_needs_no_checkpoint_that_can_be_read(family: str) -> None:
     asked = {"method": f"eagle_mrv2:{family}", "model": "/not/there", "num_speculative_tokens": 1}
     config, request = translate(asked, "target", Options())
     assert config["method"] == family
@@ -202,6 +205,27 @@ def test_a_forced_family_reads_no_checkpoint(family: str) -> None:
 def test_a_family_that_does_not_exist(forced: str) -> None:
     with pytest.raises(EagleMRV2Error, match="names no family; use one of eagle_mrv2, eagle_mrv2:eagle, "):
         translate({"method": f"eagle_mrv2:{forced}", "model": "/m", "num_speculative_tokens": 1}, "t", Options())
+
+
+@pytest.mark.parametrize(("given", "tokens"), [("3", 3), (" 3 ", 3), (3.0, 3), (3, 3)])
+def test_num_speculative_tokens_however_written(given: object, tokens: int) -> None:
+    asked = {"method": "eagle_mrv2:eagle", "model": "/m", "num_speculative_tokens": given}
+    taken = translate(asked, "t", Options())[0]["num_speculative_tokens"]
+    assert taken == tokens
+    assert type(taken) is int
+
+
+def test_parallel_drafting_is_refused() -> None:
+    asked = {"method": "eagle_mrv2:eagle3", "model": "/m", "num_speculative_tokens": 3, "parallel_drafting": True}
+    with pytest.raises(EagleMRV2Error, match="lacks parallel drafting for EAGLE; leave parallel_drafting out"):
+        translate(asked, "t", Options())
+
+
+@pytest.mark.parametrize("method", ["Eagle_MRV2:eagle", "EAGLE-MRV2:Eagle"])
+def test_the_spelling_of_the_method(method: str) -> None:
+    asked = {"method": method, "model": "/m", "num_speculative_tokens": 3}
+    assert translate(asked, "t", Options())[0]["method"] == "eagle"
+    assert parse_short_form(f"method={method},model=/m") == {"method": method, "model": "/m"}
 
 
 @pytest.mark.parametrize("tokens", [0, -1, "0", "x", "-1", "3.5", True, 3.5, float("nan"), [3]])
@@ -263,7 +287,7 @@ def test_no_draft_model(method: str, model: dict[str, Any], checkpoint: Checkpoi
 def test_no_draft_model_where_the_target_has_mtp_layers(
     method: str, model: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
-    target = checkpoint({**WHOLE_LLAMA, "num_nextn_predict_layers": 1}, name="t")
+    target = checkpoint(MIMO, name="t")
     config, request = translate({"method": method, "num_speculative_tokens": 1, **model}, target, Options())
     assert config == {"method": "mtp", "num_speculative_tokens": 1}
     assert request.family == "mtp"
@@ -279,7 +303,6 @@ MISLEADING = [
     ("mimo-DFlash", "dflash"),
     ("dspark_mimo", "dspark"),
 ]
-MIMO = {"architectures": ["MiMoMTPModel"], "num_nextn_predict_layers": 1}
 
 
 def refused_path(asked: dict[str, Any], target: str) -> str:
@@ -349,9 +372,13 @@ HEADS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"speculators_model_type": "eagle", "architectures": ["Eagle3Speculator"]},
         (),
     ),
-    "MTP of MiMo": ("mtp", {"architectures": ["MiMoMTPModel"], "num_nextn_predict_layers": 1}, ()),
-    "MTP by model type": ("mtp", {"model_type": "deepseek_mtp"}, ()),
-    "MTP of another spelling": ("mtp", {"architectures": ["DeepseekV3ForCausalLMNextN"]}, ()),
+    "MTP of MiMo": ("mtp", MIMO, ()),
+    "MTP of another spelling": (
+        "mtp",
+        {"architectures": ["DeepseekV3ForCausalLMNextN"], "model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
+        (),
+    ),
+    "MTP whose configuration does not say how many": ("mtp", QWEN3_NEXT, ()),
 }
 
 
@@ -379,40 +406,131 @@ def test_the_name_of_the_folder_says_nothing(
     assert detect_family(checkpoint(config, tensors, name), "target") == family
 
 
-@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
-@pytest.mark.parametrize("nested", [False, True], ids=["flat", "text_config"])
-def test_mtp_inside_the_target(key: str, nested: bool, checkpoint: Checkpoint) -> None:
-    config: dict[str, Any] = {**WHOLE_LLAMA, **({"text_config": {key: 1}} if nested else {key: 1})}
+@pytest.mark.parametrize("config", [MIMO, QWEN3_NEXT], ids=["MiMo", "Qwen3-Next"])
+def test_mtp_inside_the_target(config: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     target = checkpoint(config, name="target")
     assert detect_family(None, target) == "mtp"
-    assert detect_family(target, target) == "mtp"
-
-
-def test_zero_mtp_layers_are_none(checkpoint: Checkpoint) -> None:
-    target = checkpoint({**WHOLE_LLAMA, "num_nextn_predict_layers": 0}, name="target")
-    with pytest.raises(EagleMRV2Error, match="has no MTP layers of its own"):
-        detect_family(None, target)
+    monkeypatch.chdir(Path(target).parent)
+    for copy_of_it in (target, "./target/"):
+        assert detect_family(copy_of_it, target) == "mtp"
+        assert detect_family(copy_of_it, "another/target") == "mtp"
 
 
 @pytest.mark.parametrize(
-    ("config", "tensors"),
-    [
-        (WHOLE_LLAMA, ()),
-        (WHOLE_LLAMA, LLAMA_TENSORS),
-        (ONE_LAYER, LLAMA_TENSORS),
-        ({"architectures": ["LlamaModel"], "num_hidden_layers": 1}, ()),
-        ({"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]}, ()),
-        ({"architectures": ["MedusaModel"], "model_type": "medusa"}, ()),
-        ({"num_hidden_layers": 1}, ()),
-    ],
-    ids=["whole Llama", "whole Llama, seen", "one layer without fc", "no head", "DFlash", "Medusa", "no architecture"],
+    "config", [WHOLE_LLAMA, {**WHOLE_LLAMA, "num_nextn_predict_layers": 1}, {**MIMO, "num_nextn_predict_layers": 0}]
 )
-def test_what_is_no_head_is_refused(config: dict[str, Any], tensors: tuple[str, ...], checkpoint: Checkpoint) -> None:
+def test_no_mtp_inside_the_target(config: dict[str, Any], checkpoint: Checkpoint) -> None:
+    """vLLM decides, whatever the configuration says."""
+    target = checkpoint(config, name="target")
+    with pytest.raises(EagleMRV2Error, match="has no MTP layers that this vLLM release drafts with"):
+        detect_family(None, target)
+
+
+def refused_draft(config: Any, tensors: Iterable[str], checkpoint: Checkpoint) -> str:
     draft = checkpoint(config, tensors)
-    with pytest.raises(EagleMRV2Error, match="is no EAGLE or MTP head") as refused:
+    with pytest.raises(EagleMRV2Error) as refused:
         detect_family(draft, "target")
     assert draft in str(refused.value)
-    assert "method=eagle_mrv2:eagle" in str(refused.value)
+    assert_one_sentence(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "whole"),
+    [
+        (WHOLE_LLAMA, (), True),
+        (WHOLE_LLAMA, LLAMA_TENSORS, True),
+        (ONE_LAYER, LLAMA_TENSORS, True),
+        ({**LLAMA, "architectures": ["LlamaModel"], "num_hidden_layers": 1}, (), False),
+    ],
+    ids=["whole Llama", "whole Llama, seen", "one layer without fc", "no head"],
+)
+def test_what_is_no_head_is_refused(
+    config: dict[str, Any], tensors: tuple[str, ...], whole: bool, checkpoint: Checkpoint
+) -> None:
+    message = refused_draft(config, tensors, checkpoint)
+    assert "no EAGLE or MTP head" in message
+    assert ("whole model" in message) is whole
+    assert ("method=eagle_mrv2:eagle" in message) is not whole  # a family forced on a whole model fails later
+
+
+OTHER_KINDS = {
+    "P-EAGLE of speculators": ({"speculators_model_type": "peagle"}, "Model Runner V2 lacks"),
+    "P-EAGLE": ({"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 7}, "Model Runner V2 lacks"),
+    "DFlash of speculators": ({"speculators_model_type": "dflash", "draft_vocab_size": 9}, "use method=dflash"),
+    "DFlash": ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}, "use method=dflash"),
+    "Gemma 4 assistant": ({"model_type": "gemma4_assistant"}, "use method=mtp"),
+    "Medusa": ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "is a Medusa head"),
+    "MLP speculator": ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "is an MLP speculator"),
+}
+
+
+@pytest.mark.parametrize(("config", "says"), OTHER_KINDS.values(), ids=OTHER_KINDS.keys())
+def test_a_draft_of_another_kind(config: dict[str, Any], says: str, checkpoint: Checkpoint) -> None:
+    message = refused_draft(config, (), checkpoint)
+    assert says in message
+    assert "eagle_mrv2" not in message
+    for family in FAMILIES:
+        asked = {"method": f"eagle_mrv2:{family}", "model": message.split()[0], "num_speculative_tokens": 3}
+        with pytest.raises(EagleMRV2Error, match=says):
+            translate(asked, "target", Options())
+
+
+@pytest.mark.parametrize("method", ["medusa", "nothing"])
+def test_the_remedy_for_another_kind_is_one_of_the_installed_release(
+    method: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.config.speculative.SpeculativeMethod", Literal[method])
+    message = refused_draft({"model_type": "medusa"}, (), checkpoint)
+    assert ("use method=medusa" in message) is (method == "medusa")
+
+
+SURE = {
+    "EAGLE-3 by architecture": ("eagle3", {"architectures": ["LlamaForCausalLMEagle3"]}, ()),
+    "EAGLE-3 by tensors": ("eagle3", ONE_LAYER, EAGLE3_TENSORS),
+    "EAGLE-1 by architecture": ("eagle", {"architectures": ["EagleCohereForCausalLM"]}, ()),
+    "EAGLE-1 by model type": ("eagle", {"model_type": "eagle"}, ()),
+}
+UNSURE = {
+    "one layer": (ONE_LAYER, ()),
+    "with fc": (ONE_LAYER, EAGLE_TENSORS),
+    "draft vocabulary": ({**ONE_LAYER, "draft_vocab_size": 9}, ()),
+}
+
+
+@pytest.mark.parametrize("forced", FAMILIES)
+@pytest.mark.parametrize(("family", "config", "tensors"), SURE.values(), ids=SURE.keys())
+def test_a_family_forced_on_a_head_of_another(
+    forced: str, family: str, config: dict[str, Any], tensors: tuple[str, ...], checkpoint: Checkpoint
+) -> None:
+    asked = {"method": f"eagle_mrv2:{forced}", "model": checkpoint(config, tensors), "num_speculative_tokens": 3}
+    if forced == family:
+        assert translate(asked, "target", Options())[1].family == family
+        return
+    with pytest.raises(
+        EagleMRV2Error, match=r"is an EAGLE-. head, not an? .* head; use method=eagle_mrv2\."
+    ) as refused:
+        translate(asked, "target", Options())
+    assert_one_sentence(refused.value)
+
+
+@pytest.mark.parametrize("forced", FAMILIES)
+@pytest.mark.parametrize(("config", "tensors"), UNSURE.values(), ids=UNSURE.keys())
+def test_a_family_forced_where_nothing_is_sure(
+    forced: str, config: dict[str, Any], tensors: tuple[str, ...], checkpoint: Checkpoint
+) -> None:
+    asked = {"method": f"eagle_mrv2:{forced}", "model": checkpoint(config, tensors), "num_speculative_tokens": 3}
+    assert translate(asked, "target", Options())[1].family == forced
+
+
+@pytest.mark.parametrize("config", [[], ["eagle"], "eagle", 3, None])
+@pytest.mark.parametrize("inside", [False, True], ids=["draft", "target"])
+def test_a_configuration_that_is_no_object(config: Any, inside: bool, checkpoint: Checkpoint) -> None:
+    folder = checkpoint(config)
+    with pytest.raises(EagleMRV2Error, match=r"cannot be read|is not a JSON object") as refused:
+        detect_family(None if inside else folder, folder if inside else "target")
+    assert folder in str(refused.value)
+    assert_one_sentence(refused.value)
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
