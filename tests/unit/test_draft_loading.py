@@ -268,7 +268,9 @@ def test_hosts_load_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
             Stock.__init__(self, draft, vllm_config)
             self.request = Request("eagle", Options())
             self.options = Options(
-                disable=frozenset({Behaviour.SINGLE_TOKEN_ATTENTION, Behaviour.ROW_PRODUCTS, Behaviour.TWO_STAGE_ARGMAX})
+                disable=frozenset(
+                    {Behaviour.SINGLE_TOKEN_ATTENTION, Behaviour.ROW_PRODUCTS, Behaviour.TWO_STAGE_ARGMAX}
+                )
             )
             self.draft_logits = None
 

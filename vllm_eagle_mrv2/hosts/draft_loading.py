@@ -39,10 +39,14 @@ DRAFT_BACKENDS = (
     DraftBackend("moe_backend", "kernel_config", "moe_backend", "<0.30"),  # #54788
     DraftBackend("attention_backend", "attention_config", "backend", ">=0.22,<0.30"),  # #54826
 )
-LANGUAGE_MODEL_HEAD = "<0.26"  # #47914, #48700
+LANGUAGE_MODEL_HEAD = "<0.26"
+"""Releases that need `head_in_sight` (#47914, #48700)."""
 BASE_EMBEDDING = "<0.24"
-TEXT_EMBEDDING = ">=0.28,<0.32"  # #57630
-CACHE_LAYOUTS = ">=0.22,<0.23"  # from 0.23 on all backends for NVIDIA GPUs agree
+"""Releases that need `unwrap_embedding`."""
+TEXT_EMBEDDING = ">=0.28,<0.32"
+"""Releases that need `lend_text_embedding` (#57630)."""
+CACHE_LAYOUTS = ">=0.22,<0.23"
+"""Releases that need `check_cache_layouts`: later ones have blocks first in every backend for NVIDIA GPUs."""
 
 _LORA = "vllm.lora.layers"
 _MODELS = "vllm.model_executor.models.interfaces"
