@@ -22,6 +22,7 @@ from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.head import DraftHead
+from vllm_eagle_mrv2.hosts import draft_loading
 from vllm_eagle_mrv2.hosts.draft_graphs import DraftGraphs
 from vllm_eagle_mrv2.hosts.spec import Host
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
@@ -108,7 +109,8 @@ class StockHost(DraftGraphs):
 
     def load_model(self, target_model: Any) -> None:
         """Load the draft; its products become ours, and its head is trimmed where ``draft_vocab`` asks for it."""
-        super().load_model(target_model)  # type: ignore[misc]
+        with draft_loading.repaired(self, target_model):
+            super().load_model(target_model)  # type: ignore[misc]
         local = self.greedy_is_argmax and self.options.enabled(Behaviour.LOCAL_ARGMAX)
         self._draft_logits = DraftLogits.of(self.model, target_model, local=local)
         offsets = DraftHead(self.model).offsets

@@ -1,5 +1,6 @@
 """Symbols of vLLM's private modules that several hosts rely on."""
 
+from vllm_eagle_mrv2.hosts import draft_loading
 from vllm_eagle_mrv2.surface import Symbol
 
 GPU = "vllm.v1.worker.gpu"
@@ -149,6 +150,7 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
 
 EVERYWHERE: tuple[Symbol, ...] = (
     *DRAFT_LAYERS,
+    *draft_loading.SYMBOLS,
     *(
         Symbol("vllm.engine.arg_utils", f"EngineArgs.{name}", why="wrapped to accept the method")
         for name in ("create_engine_config", "create_speculative_config", "add_cli_args")

@@ -9,7 +9,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_eagle_mrv2.cudagraph import Pass
-from vllm_eagle_mrv2.hosts import monolith, v0_22
+from vllm_eagle_mrv2.hosts import draft_loading, monolith, v0_22
 from vllm_eagle_mrv2.hosts.common import StockHost
 from vllm_eagle_mrv2.hosts.monolith import CompletedEagleSpeculator, MonolithHost
 from vllm_eagle_mrv2.method import Family
@@ -67,6 +67,11 @@ class EagleMRV2Speculator(MonolithHost, CompletedEagleSpeculator):
     host = v0_22.HOST
     prefill_manager_class = PrefillEagleCudaGraphManager
     decode_manager_class = DecodeEagleCudaGraphManager
+
+    def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any) -> None:
+        """Make the draft's metadata builders; vLLM has not laid out the KV cache yet."""
+        draft_loading.check_cache_layouts(self, kv_cache_config)
+        super().set_attn(model_state, kv_cache_config, block_tables)
 
     def capture(self, attn_states: Any = None) -> None:
         """Capture the draft's graphs; the target's states are those of another pass, so they are not used."""
