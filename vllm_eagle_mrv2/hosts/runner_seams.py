@@ -2,9 +2,9 @@
 
 Three more seams, made only in processes that build our speculator:
 
-* after ``GPUModelRunner.initialize_kv_cache``, which comes before every capture, it is given the requests' states
-  and sampling parameters and the target's graph manager, and below 0.26 the target's buffers and attention groups, which 0.26 passes
-  to ``set_attn`` (#48261);
+* after ``GPUModelRunner.initialize_kv_cache``, which comes before every capture, it is given the requests' states and
+  sampling parameters and the target's graph manager, and below 0.26 the target's buffers and attention groups, which
+  0.26 passes to ``set_attn`` (#48261);
 * after ``GPUModelRunner.capture_model``, which returns without asking the speculator where the target has nothing to
   capture, as with an attention backend that has graphs for one token a request only: a draft decode has one;
 * around ``GPUModelRunner.post_kv_cache_wake_up`` (0.22 to 0.28), which puts new tensors in the place of those that slot

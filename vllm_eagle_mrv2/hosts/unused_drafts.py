@@ -27,8 +27,8 @@ def keep_longest_lengths(req_states: Any, sampler: Any) -> None:
 def drafts_unused(input_batch: Any, req_states: Any) -> bool:
     """Whether the drafts of a batch that verifies none are sure to go unused.
 
-    The scheduler drops the drafts of a prefill chunk that is not the last.  A prefill's last chunk yields one token, and
-    where that reaches ``max_tokens``, the request ends.
+    The scheduler drops the drafts of a prefill chunk that is not the last.  The last one yields a token, and where that
+    reaches ``max_tokens``, the request ends.
     """
     live = input_batch.num_reqs
     rows = input_batch.idx_mapping_np[:live]
