@@ -46,6 +46,7 @@ class StockHost(DraftGraphs):
     _trimmed: TrimmedHead | None = None
     _attends_by_ours = False  # in draft decodes, every attention layer of the draft
     _one_row_is_enough = False  # for a draft prefill of one request
+    _skips_unused = False  # drafts that no request of a batch can use
 
     # Attributes and methods of the stock speculator.
     method: str
@@ -217,8 +218,12 @@ class StockHost(DraftGraphs):
         """Draft for a batch of the runner's, given what a release's ``propose`` is given; [num_reqs, K] int64."""
         if num_draft_tokens is None:
             num_draft_tokens = self.num_speculative_steps
-        verifies = input_batch.num_draft_tokens > 0  # as neither a prefill chunk nor a first token does
-        if self._skips_unused and not (verifies or dummy_run) and drafts_unused(input_batch, self.req_states):
+        if (
+            self._skips_unused
+            and not dummy_run
+            and not input_batch.num_draft_tokens  # verified: neither a prefill chunk nor a first token has any
+            and drafts_unused(input_batch, self.req_states)
+        ):
             num_draft_tokens = 0
         # Profiling comes before there are sampling states.
         filters = self.sampling_states if self.filters_drafts else None
