@@ -21,6 +21,7 @@ class Behaviour(str, Enum):
     DYNAMIC_DRAFT_LENGTH = "dynamic_draft_length"
     DRAFT_ENFORCE_EAGER = "draft_enforce_eager"
     FUSED_DRAFT_DECODE = "fused_draft_decode"
+    SKIP_UNUSED_DRAFTS = "skip_unused_drafts"
     TWO_STAGE_ARGMAX = "two_stage_argmax"
     LOCAL_ARGMAX = "local_argmax"
     ONE_DRAFT_GRAPH = "one_draft_graph"
@@ -65,6 +66,7 @@ _SUMMARIES = {
     Behaviour.DYNAMIC_DRAFT_LENGTH: "num_speculative_tokens_per_batch_size decides how many are drafted (#51510)",
     Behaviour.DRAFT_ENFORCE_EAGER: "enforce_eager of the speculative configuration is honoured",
     Behaviour.FUSED_DRAFT_DECODE: "all draft decodes are one graph, metadata refreshed on the device (#46849)",
+    Behaviour.SKIP_UNUSED_DRAFTS: "nothing is drafted for a batch none of whose requests can use it (#48244)",
     Behaviour.TWO_STAGE_ARGMAX: "greedy drafts: an argmax over the draft's own vocabulary, spread over the chip",
     Behaviour.LOCAL_ARGMAX: "greedy drafts: tensor-parallel ranks exchange their best tokens instead of their logits",
     Behaviour.ONE_DRAFT_GRAPH: "draft prefill and all draft decodes of a uniform decode batch are one graph",

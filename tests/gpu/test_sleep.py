@@ -1,29 +1,63 @@
-"""Graphs of the draft after the engine slept: what they hold the addresses of is where it was."""
+"""The draft's graphs after the engine slept: what they hold the addresses of is where and what it was."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from packaging.version import Version
 from releases import release
-from support import Acceptance, engine, greedy, held_out_prompts, recorded_slots, speculator_of
+from support import PAIR, Acceptance, engine, greedy, held_out_prompts, recorded_slots, runner_of, speculator_of
 from test_graphs import SIZES, TOKENS, counted_replays
 
 
+def head_with_a_table_of_its_own(folder: Path) -> Path:
+    """The EAGLE head, whose table of RoPE vLLM does not share with the target as it has another length."""
+    head = folder / "head"
+    shutil.copytree(PAIR / "eagle", head)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    return head
+
+
+def load_weights(llm: Any) -> None:
+    """What a trainer does: weights of target and draft, in place."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    runner = runner_of(llm)
+    config = runner.vllm_config
+    loader: Any = get_model_loader(config.load_config)
+    with torch.inference_mode():
+        loader.load_weights(runner.model, config.model_config)
+        loader.load_weights(runner.speculator.model, config.speculative_config.draft_model_config)
+
+
 @pytest.mark.skipif(release < Version("0.22"), reason="after a sleep vLLM 0.20 itself finds no block tables")
-def test_the_same_drafts_after_a_sleep() -> None:
+def test_the_same_drafts_after_a_sleep(tmp_path: Path) -> None:
     prompts = held_out_prompts(5)
+    speculative = {"model": str(head_with_a_table_of_its_own(tmp_path))}
     # vLLM allows for one engine a process that can sleep.
-    with engine("eagle_mrv2", compilation_config=SIZES, enable_sleep_mode=True) as llm:
+    with engine("eagle_mrv2", speculative=speculative, compilation_config=SIZES, enable_sleep_mode=True) as llm:
         acceptance = Acceptance(llm)
         before = greedy(llm, prompts, TOKENS)
         length = acceptance.length
-        llm.sleep(level=1)
-        llm.wake_up()
-        acceptance = Acceptance(llm)
         speculator = speculator_of(llm)
-        with counted_replays(speculator) as replays, recorded_slots(speculator) as right:
-            assert greedy(llm, prompts, TOKENS) == before
-        assert replays["decode"] > 10
-        assert right
-        assert all(right)
-        assert acceptance.length == pytest.approx(length, abs=0.02)
+        buffers = {name: buffer.clone() for name, buffer in speculator.model.named_buffers()}
+        for level in (1, 2):
+            llm.sleep(level=level)
+            llm.wake_up()
+            if level == 2:
+                load_weights(llm)
+            for name, buffer in speculator.model.named_buffers():
+                assert torch.equal(buffer, buffers[name]), name
+            acceptance = Acceptance(llm)
+            with counted_replays(speculator) as replays, recorded_slots(speculator) as right:
+                assert greedy(llm, prompts, TOKENS) == before
+            assert replays["decode"] > 10
+            assert right
+            assert all(right)
+            assert acceptance.length == pytest.approx(length, abs=0.02)

@@ -37,6 +37,7 @@ class Runner:
     def __init__(self, speculator: Any, *, target_graphs: bool) -> None:
         self.speculator = speculator
         self.sampler = SimpleNamespace(sampling_states="states")
+        self.req_states = SimpleNamespace(max_seq_len="lengths")
         self.input_buffers, self.attn_groups = "buffers", "groups"
         self.cudagraph_manager = SimpleNamespace(needs_capture=lambda: target_graphs)
         self.kv_connector = SimpleNamespace(reset_capture_state=lambda: setattr(self, "reset", True))
@@ -73,6 +74,7 @@ def seams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_handed_over(speculator: Any) -> None:
     assert Runner(speculator, target_graphs=True).initialize_kv_cache("config") == "result of config"
     assert speculator.sampling_states == "states"
+    assert speculator.req_states.max_seq_len == "lengths"
     if isinstance(speculator, TakesInputs):
         assert (speculator.target_input_buffers, speculator.target_attn_groups) == ("buffers", "groups")
 

@@ -7,7 +7,7 @@ are attributes of the stock class, and those stand in the hosts' lists of needed
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, cast
@@ -25,6 +25,7 @@ from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.hosts import draft_loading
 from vllm_eagle_mrv2.hosts.draft_graphs import DraftGraphs
 from vllm_eagle_mrv2.hosts.spec import Host
+from vllm_eagle_mrv2.hosts.unused_drafts import drafts_unused
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.method import METHOD, request_of
@@ -41,16 +42,19 @@ class StockHost(DraftGraphs):
     greedy_is_argmax = True
     """Whether the release's drafts are an argmax, where no logits are kept."""
     slot_table: SlotTable | None = None
+    saved_buffers: Mapping[str, torch.Tensor] = {}  # of the draft, while the engine sleeps
     _draft_logits: DraftLogits | None = None
     _trimmed: TrimmedHead | None = None
     _attends_by_ours = False  # in draft decodes, every attention layer of the draft
     _one_row_is_enough = False  # for a draft prefill of one request
+    _skips_unused = False  # drafts that no request of a batch can use
 
     # Attributes and methods of the stock speculator.
     method: str
     model_state: Any
     kv_cache_config: Any
     block_tables: Any
+    req_states: Any = None  # of the runner
     sampling_states: Any = None  # of the target's sampler
     temperature: torch.Tensor
     seeds: torch.Tensor
@@ -76,6 +80,8 @@ class StockHost(DraftGraphs):
         super().__init__(vllm_config, device)
         stock: Any = self
         self.filters_drafts = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
+        # Ranks that draft different numbers would wait for each other in the draft's collectives.
+        self._skips_unused = self.dp_size == 1 and self.options.enabled(Behaviour.SKIP_UNUSED_DRAFTS)
         draft_step = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self.current_draft_step = draft_step[0]  # as the release's sampler wants it
         self.loop = DraftLoop(
@@ -214,6 +220,13 @@ class StockHost(DraftGraphs):
         """Draft for a batch of the runner's, given what a release's ``propose`` is given; [num_reqs, K] int64."""
         if num_draft_tokens is None:
             num_draft_tokens = self.num_speculative_steps
+        if (
+            self._skips_unused
+            and not dummy_run
+            and not input_batch.num_draft_tokens  # verified: neither a prefill chunk nor a first token has any
+            and drafts_unused(input_batch, self.req_states)
+        ):
+            num_draft_tokens = 0
         # Profiling comes before there are sampling states.
         filters = self.sampling_states if self.filters_drafts else None
         return self.loop.propose(

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, get_uniform_token_count, prepare_inputs_to_capture
@@ -23,7 +24,7 @@ from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch
 from vllm_eagle_mrv2.cudagraph import DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts import runner_seams
+from vllm_eagle_mrv2.hosts import installed_release, runner_seams, sleeping
 from vllm_eagle_mrv2.hosts.common import StockHost
 from vllm_eagle_mrv2.hosts.draft_graphs import longest_query
 from vllm_eagle_mrv2.hosts.draft_lengths import FollowsSchedule, hidden_schedule
@@ -32,6 +33,8 @@ from vllm_eagle_mrv2.speculator import GraphRun
 from vllm_eagle_mrv2.surface import class_path
 
 runner_seams.install()
+if installed_release() < Version("0.27"):
+    sleeping.install()
 
 _CAPTURABLE_BUILDERS = frozenset(
     {

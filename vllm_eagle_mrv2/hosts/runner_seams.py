@@ -2,9 +2,9 @@
 
 Three more seams, made only in processes that build our speculator:
 
-* after ``GPUModelRunner.initialize_kv_cache``, which comes before every capture, it is given the requests' sampling
-  parameters and the target's graph manager, and below 0.26 the target's buffers and attention groups, which 0.26 passes
-  to ``set_attn`` (#48261);
+* after ``GPUModelRunner.initialize_kv_cache``, which comes before every capture, it is given the requests' states and
+  sampling parameters and the target's graph manager, and below 0.26 the target's buffers and attention groups, which
+  0.26 passes to ``set_attn`` (#48261);
 * after ``GPUModelRunner.capture_model``, which returns without asking the speculator where the target has nothing to
   capture, as with an attention backend that has graphs for one token a request only: a draft decode has one;
 * around ``GPUModelRunner.post_kv_cache_wake_up`` (0.22 to 0.28), which puts new tensors in the place of those that slot
@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from vllm_eagle_mrv2.hosts.common import StockHost
+from vllm_eagle_mrv2.hosts.unused_drafts import keep_longest_lengths
 from vllm_eagle_mrv2.seams import wrap
 
 logger = init_logger("vllm.eagle_mrv2")
@@ -54,6 +55,8 @@ def _followed_by(original: Callable[..., Any], after: Callable[[Any, Any], Any])
 
 def _hand_over(runner: Any, result: Any) -> Any:
     speculator = runner.speculator
+    speculator.req_states = runner.req_states
+    keep_longest_lengths(runner.req_states, runner.sampler)
     speculator.sampling_states = getattr(runner.sampler, "sampling_states", None)
     speculator.target_graphs = lambda: runner.cudagraph_manager  # another one after each scaling
     if isinstance(speculator, TakesTargetInputs):

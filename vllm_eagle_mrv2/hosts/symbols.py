@@ -40,6 +40,7 @@ _INPUT_BATCH = (
     "num_tokens",
     "num_tokens_after_padding",
     "num_scheduled_tokens",
+    "num_draft_tokens",
     "input_ids",
     "positions",
     "query_start_loc",
@@ -47,6 +48,7 @@ _INPUT_BATCH = (
     "seq_lens",
     "seq_lens_cpu_upper_bound",
     "idx_mapping",
+    "idx_mapping_np",
 )
 
 STOCK_ATTRIBUTES = (
@@ -194,6 +196,17 @@ EVERYWHERE: tuple[Symbol, ...] = (
     Symbol("vllm.v1.worker.workspace", "WorkspaceManager.get_simultaneous"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.sampler"),
     Symbol(f"{GPU}.sample.sampler", "Sampler.sampling_states"),
+    Symbol(
+        f"{GPU}.sample.sampler",
+        "Sampler.add_request",
+        ("req_idx", "prompt_len", "sampling_params"),
+        why="replaced on the runner's instance, to keep where a request ends",
+        releases="<0.23",
+    ),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.req_states"),
+    Symbol(f"{GPU}.states", "RequestState.prefill_len", why="tells which drafts nobody can use"),
+    Symbol(f"{GPU}.states", "RequestState.max_seq_len", why="tells it too", releases=">=0.23"),
+    Symbol(f"{GPU}.states", "RequestState.max_num_reqs", releases="<0.23"),
     *(Symbol(f"{GPU}.sample.states", f"SamplingStates.{name}") for name in ("top_k", "top_p")),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.needs_capture", ()),
     Symbol(f"{GPU}.cudagraph_utils", "BatchExecutionDescriptor.uniform_token_count"),
@@ -300,6 +313,14 @@ PER_STEP: tuple[Symbol, ...] = (
         "dispatch_cg_and_sync_dp",
         DISPATCH,
     ),
+    Symbol(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.sleep",
+        ("level",),
+        why="wrapped to keep the draft's buffers",
+        releases="<0.27",
+    ),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker.wake_up", ("tags",), why="wrapped there too", releases="<0.27"),
     Symbol(
         "vllm.v1.spec_decode.dynamic.utils",
         "build_dynamic_sd_schedule_lookup",

@@ -8,6 +8,7 @@ _SUPPLIED = {
     Behaviour.INDEPENDENT_DRAFT_NOISE,
     Behaviour.DYNAMIC_DRAFT_LENGTH,
     Behaviour.DRAFT_ENFORCE_EAGER,
+    Behaviour.SKIP_UNUSED_DRAFTS,
     *BEYOND_STOCK,
 }
 

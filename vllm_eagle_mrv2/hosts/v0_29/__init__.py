@@ -4,7 +4,12 @@ from vllm_eagle_mrv2.behaviours import BEYOND_STOCK, Behaviour
 from vllm_eagle_mrv2.hosts.fused_symbols import FUSED
 from vllm_eagle_mrv2.hosts.spec import Host, hookimpl
 
-_SUPPLIED = {Behaviour.DYNAMIC_DRAFT_LENGTH, Behaviour.DRAFT_ENFORCE_EAGER, *BEYOND_STOCK}
+_SUPPLIED = {
+    Behaviour.DYNAMIC_DRAFT_LENGTH,
+    Behaviour.DRAFT_ENFORCE_EAGER,
+    Behaviour.SKIP_UNUSED_DRAFTS,
+    *BEYOND_STOCK,
+}
 
 HOST = Host(
     name="v0_29",

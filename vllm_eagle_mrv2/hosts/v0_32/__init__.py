@@ -5,11 +5,12 @@ from vllm_eagle_mrv2.hosts.fused_symbols import FUSED
 from vllm_eagle_mrv2.hosts.spec import Host, hookimpl
 
 _SUPPLIED = {Behaviour.DRAFT_ENFORCE_EAGER, *BEYOND_STOCK}
+_SINCE = {Behaviour.SKIP_UNUSED_DRAFTS: ">=0.33"}
 
 HOST = Host(
     name="v0_32",
     series=("0.32", "0.33"),
-    stock={behaviour: "" for behaviour in Behaviour if behaviour not in _SUPPLIED},
+    stock={behaviour: _SINCE.get(behaviour, "") for behaviour in Behaviour if behaviour not in _SUPPLIED},
     speculators="vllm_eagle_mrv2.hosts.v0_32.speculator",
     eagle3_over_pp=True,
     symbols=FUSED,

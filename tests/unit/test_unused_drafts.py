@@ -1,0 +1,101 @@
+"""Which batches have drafts that nobody can use, on states like those of vLLM's runner."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+pytest.importorskip("vllm")
+
+from vllm_eagle_mrv2.hosts.common import StockHost
+from vllm_eagle_mrv2.hosts.unused_drafts import drafts_unused, keep_longest_lengths
+
+ROWS = 8
+K = 3
+# Tokens of the prompt, those that a prefill has to run over (more after a preemption), tokens to generate at most, and
+# those that have run when the batch has.
+CHUNK = (20, 20, 50, 12)
+LAST_CHUNK = (20, 20, 50, 20)
+ONLY_TOKEN = (20, 20, 1, 20)
+RESUMED_CHUNK = (20, 30, 50, 25)
+RESUMED_FOR_ITS_LAST = (20, 30, 11, 30)
+RESUMED = (20, 30, 12, 30)
+DECODE = (20, 20, 50, 24)
+
+
+class Sampler:
+    """Takes requests as that of 0.20 and 0.22 does."""
+
+    def __init__(self) -> None:
+        self.added: list[int] = []
+
+    def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
+        self.added.append(req_idx)
+
+
+def states_and_batch(*requests: tuple[int, int, int, int]) -> tuple[Any, Any]:
+    states = SimpleNamespace(max_num_reqs=ROWS, prefill_len=SimpleNamespace(np=np.zeros(ROWS, dtype=np.int32)))
+    sampler = Sampler()
+    keep_longest_lengths(states, sampler)
+    rows: NDArray[np.int32] = np.arange(ROWS, dtype=np.int32)[::-1][: len(requests)]
+    for row, (prompt, prefill, most, _) in zip(rows, requests, strict=True):
+        states.prefill_len.np[row] = prefill
+        sampler.add_request(int(row), prompt, SimpleNamespace(max_tokens=most))
+    assert sampler.added == rows.tolist()
+    reached = [reached for *_, reached in requests]
+    batch = SimpleNamespace(
+        num_reqs=len(requests),
+        num_draft_tokens=0,
+        idx_mapping_np=rows,
+        seq_lens_cpu_upper_bound=torch.tensor([*reached, 0, 0], dtype=torch.int32),  # padded
+    )
+    return states, batch
+
+
+@pytest.mark.parametrize(
+    ("requests", "unused"),
+    [
+        ([CHUNK], True),
+        ([LAST_CHUNK], False),
+        ([ONLY_TOKEN], True),
+        ([RESUMED_CHUNK], True),
+        ([RESUMED_FOR_ITS_LAST], True),
+        ([RESUMED], False),
+        ([DECODE], False),
+        ([CHUNK, ONLY_TOKEN, RESUMED_CHUNK, RESUMED_FOR_ITS_LAST], True),
+        ([CHUNK, DECODE], False),
+        ([LAST_CHUNK, CHUNK], False),
+    ],
+)
+def test_what_nobody_can_use(requests: list[tuple[int, int, int, int]], unused: bool) -> None:
+    states, batch = states_and_batch(*requests)
+    assert drafts_unused(batch, states) is unused
+
+
+def test_releases_that_keep_the_lengths_are_left_alone() -> None:
+    states, sampler = SimpleNamespace(max_seq_len="stock's"), Sampler()
+    keep_longest_lengths(states, sampler)
+    assert states.max_seq_len == "stock's"
+    assert "add_request" not in vars(sampler)
+    keep_longest_lengths(SimpleNamespace(), None)  # a stage of a pipeline that samples nothing
+
+
+@pytest.mark.parametrize(
+    ("skips", "verified", "dummy_run", "drafted"),
+    [(True, 0, False, 0), (True, 0, True, K), (True, K, False, K), (False, 0, False, K)],
+    ids=["a chunk", "a dummy run", "drafts verified", "off"],
+)
+def test_what_the_loop_is_asked_for(skips: bool, verified: int, dummy_run: bool, drafted: int) -> None:
+    host, asked = StockHost.__new__(StockHost), []
+    host.num_speculative_steps, host.filters_drafts, host._skips_unused = K, False, skips
+    host.loop = SimpleNamespace(propose=lambda batch: asked.append(batch.num_draft_tokens))  # type: ignore[assignment]
+    host.req_states, batch = states_and_batch(CHUNK)
+    of_the_device = ("num_tokens", "num_tokens_after_padding", "input_ids", "positions", "query_start_loc", "seq_lens")
+    vars(batch).update(dict.fromkeys((*of_the_device, "idx_mapping")), num_draft_tokens=verified)
+    host._propose(batch, *[None] * 10, dummy_run=dummy_run)
+    assert asked == [drafted]

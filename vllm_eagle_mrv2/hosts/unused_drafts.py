@@ -1,0 +1,37 @@
+"""Batches whose drafts nobody can use: all their requests are in prefill chunks, or end with their first token.
+
+From 0.33 on the scheduler tells the runner of them (#48244); the states that the runner keeps tell it everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def keep_longest_lengths(req_states: Any, sampler: Any) -> None:
+    """Give the runner's states what those of 0.23 and later have: ``max_seq_len``, where each request ends."""
+    if sampler is None or hasattr(req_states, "max_seq_len"):
+        return
+    longest = req_states.max_seq_len = np.zeros(req_states.max_num_reqs, dtype=np.int32)
+    original = sampler.add_request
+
+    def add_request(req_idx: int, prompt_len: int, sampling_params: Any) -> Any:
+        longest[req_idx] = prompt_len + sampling_params.max_tokens
+        return original(req_idx, prompt_len, sampling_params)
+
+    sampler.add_request = add_request
+
+
+def drafts_unused(input_batch: Any, req_states: Any) -> bool:
+    """Whether the drafts of a batch that verifies none are sure to go unused.
+
+    The scheduler drops the drafts of a prefill chunk that is not the last.  The last one yields a token, and where that
+    reaches ``max_tokens``, the request ends.
+    """
+    live = input_batch.num_reqs
+    rows = input_batch.idx_mapping_np[:live]
+    prefill_lens = req_states.prefill_len.np[rows]
+    chunk = input_batch.seq_lens_cpu_upper_bound[:live].numpy() < prefill_lens
+    return bool((chunk | (prefill_lens + 1 >= req_states.max_seq_len[rows])).all())
