@@ -119,5 +119,6 @@ def test_passes_only_for_right_tokens_that_we_drafted(
 def test_times_on_a_cpu_are_said_to_mean_nothing(device: str) -> None:
     ours = measured([1, 2], ours=True, device=device)
     console = Console(file=io.StringIO(), record=True, width=200)
-    print_reports([FamilyReport("eagle", "float32", 1, 2, ["prompt"], measured([1, 2]), measured([1, 2]), ours)], console)
+    report = FamilyReport("eagle", "float32", 1, 2, ["prompt"], measured([1, 2]), measured([1, 2]), ours)
+    print_reports([report], console)
     assert ("On a CPU these times mean nothing" in console.export_text()) is (device == "cpu")
