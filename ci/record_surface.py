@@ -1,13 +1,14 @@
 """Records the coupling surface of a vLLM release from its Python sources, without importing or running them.
 
     python ci/record_surface.py 0.26.0            download the stock wheel, write ci/surfaces/0.26.0.json
-    python ci/record_surface.py --all             the same for every supported release
+    python ci/record_surface.py --all             the same for every release that is recorded in ci/surfaces
     python ci/record_surface.py --drift 0.34.0    print what a host has to take up for that release, record nothing
     python ci/record_surface.py --diff A B        print what differs between two records, symbol by symbol
 
-Recording a release that no host covers prints its drift too. ``--drift`` and ``--diff`` exit with 1 where something
-changed. Sources at hand spare the download: ``--wheel FILE``, ``--source DIR`` (the folder that holds vllm/), or
-``--source-root DIR`` (one such folder a release, its name ending in the release).
+Recording says what its host lacks there, as ``doctor`` does, or prints the drift where no host covers the release.
+``--drift`` and ``--diff`` exit with 1 where something changed. Sources at hand spare the download: ``--wheel FILE``,
+``--source DIR`` (the folder that holds vllm/), or ``--source-root DIR`` (one such folder a release, its name ending in
+the release).
 
 Which symbols: ``vllm_eagle_mrv2.hosts.all_required_symbols()``. Form of an entry: ``vllm_eagle_mrv2.surface``.
 """
@@ -33,27 +34,14 @@ import griffe
 from packaging.version import Version
 from surface_drift import diff, drift, explain
 
+from vllm_eagle_mrv2.cli.recorded import recorded
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts import all_required_symbols, host_for
-from vllm_eagle_mrv2.surface import Symbol
+from vllm_eagle_mrv2.hosts import all_required_symbols, host_for, release_version
+from vllm_eagle_mrv2.hosts.spec import Host
+from vllm_eagle_mrv2.surface import Symbol, check_recorded
 
 Tree = Path | zipfile.Path
 Role = Literal["required", "optional", "internal"]
-SUPPORTED = (
-    "0.20.2",
-    "0.22.1",
-    "0.23.0",
-    "0.24.0",
-    "0.25.1",
-    "0.26.0",
-    "0.27.1",
-    "0.28.0",
-    "0.29.0",
-    "0.30.0",
-    "0.31.0",
-    "0.32.0",
-    "0.33.0",
-)
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 31, 34, 35)] + [
     "manylinux1_x86_64",
     "manylinux2014_x86_64",
@@ -311,18 +299,22 @@ def _source_folder(root: Path, version: str) -> Path:
 
 
 def record(version: str, options: argparse.Namespace) -> None:
-    """Write the record of one release, and print its drift where no host covers it."""
+    """Write the record of one release; print what its host lacks there or, where no host covers it, its drift."""
     with sources(version, options) as root:
         recorder = Recorder(root)
         surface = recorder.record(version, all_required_symbols())
         options.out.mkdir(parents=True, exist_ok=True)
         target = options.out / f"{version}.json"
         target.write_text(json.dumps(surface, indent=1, sort_keys=True) + "\n")
-        print(f"{target}: {len(surface['symbols'])} symbols, {len(surface['missing'])} missing")
-        try:
-            host_for(version)
-        except EagleMRV2Error:
+        host = _host(version)
+        if host is None:
+            print(f"{target}: {len(surface['symbols'])} symbols")
             print_drift(surface, recorder, options)
+            return
+        findings = check_recorded(host.symbols_of(release_version(version)), surface)
+        lacking = [finding for finding in findings if not finding.ok]
+        needs = f"host {host.name} needs {len(findings)}, lacks {len(lacking)}"
+        print(f"{target}: {len(surface['symbols'])} symbols; {needs}", *lacking, sep="\n  ")
 
 
 def print_drift(surface: dict[str, Any], recorder: Recorder, options: argparse.Namespace) -> bool:
@@ -331,22 +323,25 @@ def print_drift(surface: dict[str, Any], recorder: Recorder, options: argparse.N
     known = _last_known(version, options.out)
     if known is None:
         raise FileNotFoundError(f"no release before {version} that a host covers is recorded in {options.out}")
+    own = _host(version)
+    host = own or host_for(known.stem)
+    needed = host.symbols_of(release_version(version))
     old = json.loads(known.read_text(encoding="utf-8"))
-    host = host_for(known.stem)
-    needed = {symbol.key: symbol for symbol in host.symbols_of(Version(known.stem))}
-    found = drift(old, surface, needed.values(), recorder)
+    found = drift(old, surface, needed, recorder, covered=own is not None)
     heading = f"vLLM {version} against {known.stem}: the symbols that host {host.name} needs"
-    print(explain(found, heading, len(needed)))
+    print(explain(found, heading, len({symbol.key for symbol in needed})))
     return bool(found)
 
 
-def _last_known(version: str, folder: Path) -> Path | None:
-    older = [file for file in folder.glob("*.json") if Version(file.stem) < Version(version)]
-    for file in sorted(older, key=lambda file: Version(file.stem), reverse=True):
-        with contextlib.suppress(EagleMRV2Error):
-            host_for(file.stem)
-            return file
+def _host(version: str) -> Host | None:
+    with contextlib.suppress(EagleMRV2Error):
+        return host_for(version)
     return None
+
+
+def _last_known(version: str, folder: Path) -> Path | None:
+    files = [file for file in folder.glob("*.json") if Version(file.stem) < Version(version) and _host(file.stem)]
+    return max(files, key=lambda file: Version(file.stem), default=None)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -354,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("version", nargs="?", help="the vLLM release to record")
-    what.add_argument("--all", action="store_true", help="record every supported release")
+    what.add_argument("--all", action="store_true", help="record every recorded release again")
     what.add_argument("--drift", metavar="VERSION", help="compare a release with the last recorded one before it")
     what.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two records")
     place = parser.add_mutually_exclusive_group()
@@ -374,7 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
             with sources(options.drift, options) as root:
                 recorder = Recorder(root)
                 return int(print_drift(recorder.record(options.drift, all_required_symbols()), recorder, options))
-        for version in SUPPORTED if options.all else (options.version,):
+        for version in recorded() if options.all else (options.version,):
             record(version, options)
     except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any, Protocol
 
-from vllm_eagle_mrv2.surface import Symbol
+from vllm_eagle_mrv2.surface import Symbol, check_recorded
 
 Surface = Mapping[str, Any]
 Entry = Mapping[str, Any]
@@ -90,16 +90,20 @@ def _list_changes(key: str, what: str, before: Entry, after: Entry) -> Iterator[
 # For the maintainer who takes up a release
 
 
-def drift(old: Surface, new: Surface, needed: Iterable[Symbol], tree: Tree) -> list[Change]:
+def drift(old: Surface, new: Surface, needed: Sequence[Symbol], tree: Tree, *, covered: bool) -> list[Change]:
     """What changed of the symbols that a host needs; of a symbol that is gone, where it may be now.
+
+    What ``doctor`` finds lacking breaks. Where no host covers the newer release yet, so does what may not fit.
 
     Args:
         old: the record of the release that the host knows.
         new: the record of the newer one.
-        needed: the host's symbols on the older one.
+        needed: the host's symbols on the newer one.
         tree: the sources of the newer one.
+        covered: whether the host is for the newer one, too.
     """
     symbols = {symbol.key: symbol for symbol in needed}
+    lacking = {finding.symbol.key: finding for finding in check_recorded(needed, new) if not finding.ok}
     found = []
     for change in changes(old, new, symbols):
         if change.what == "missing":
@@ -107,14 +111,12 @@ def drift(old: Surface, new: Surface, needed: Iterable[Symbol], tree: Tree) -> l
             hints = whereabouts(symbols[change.key], old["symbols"][change.key], tree, old)
             found += [Change(change.key, hint) for hint in hints]
             continue
-        found.append(replace(change, breaks=change.breaks and not _unused(symbols[change.key], change.what)))
+        feared = not covered and not _unused(symbols[change.key], change.what)
+        found.append(replace(change, breaks=change.breaks and (feared or change.key in lacking)))
     for key in sorted(symbols.keys() & old["symbols"].keys() & new["symbols"].keys()):
         found += [Change(key, hint) for hint in _replaced(old["symbols"][key], new["symbols"][key])]
-    found += [
-        Change(key, "neither record knows it: record both releases again", breaks=True)
-        for key in symbols
-        if not any(key in surface["symbols"] or key in surface["missing"] for surface in (old, new))
-    ]
+    told = {change.key for change in found if change.breaks}
+    found += [Change(key, finding.detail, breaks=True) for key, finding in lacking.items() if key not in told]
     return found
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from vllm_eagle_mrv2.cli.demo_report import FamilyReport
+from vllm_eagle_mrv2.cli.demo_report import FamilyReport, print_reports
 from vllm_eagle_mrv2.cli.demo_types import Measurement
 
 pytestmark = pytest.mark.engine
@@ -80,11 +82,11 @@ def test_refuses_a_target_without_its_head() -> None:
     assert "--draft" in refused.stderr
 
 
-def measured(tokens: list[int], ours: bool = False, drafts: int = 1) -> Measurement:
+def measured(tokens: list[int], ours: bool = False, drafts: int = 1, device: str = "cuda") -> Measurement:
     return Measurement(
         vllm_version="0",
-        device="cuda",
-        device_name="GPU",
+        device=device,
+        device_name=device.upper(),
         token_ids=[tokens],
         texts=[""],
         seconds=1.0,
@@ -111,3 +113,12 @@ def test_passes_only_for_right_tokens_that_we_drafted(
 ) -> None:
     report = FamilyReport("eagle", dtype, 1, 2, ["prompt"], measured(baseline), measured(stock), ours)
     assert report.passed is passed
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_times_on_a_cpu_are_said_to_mean_nothing(device: str) -> None:
+    ours = measured([1, 2], ours=True, device=device)
+    console = Console(file=io.StringIO(), record=True, width=200)
+    report = FamilyReport("eagle", "float32", 1, 2, ["prompt"], measured([1, 2]), measured([1, 2]), ours)
+    print_reports([report], console)
+    assert ("On a CPU these times mean nothing" in console.export_text()) is (device == "cpu")

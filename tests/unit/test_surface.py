@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -14,8 +15,11 @@ from typing import Any
 
 import pytest
 from ci_scripts import ci_module
+from packaging.version import Version
 
 from vllm_eagle_mrv2 import hosts
+from vllm_eagle_mrv2.cli.recorded import load_surface, recorded
+from vllm_eagle_mrv2.hosts import host_for
 from vllm_eagle_mrv2.hosts.spec import Host
 from vllm_eagle_mrv2.surface import Finding, Symbol, check_installed, check_recorded, describe_installed
 
@@ -316,6 +320,7 @@ BEFORE = {
 
         def uniform_token_count(requests, tokens): ...
         def nowhere_to_be_found(): ...
+        def nowhere_to_be_found_either(): ...
         """,
 }
 AFTER = {
@@ -360,13 +365,24 @@ def taken_up(recorder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     host = Host(
         name="made_up",
         series=("0.40",),
-        symbols=(*symbols, Symbol("vllm.engine", "Loop.only_later", releases=">=0.40.2")),
+        symbols=(
+            *symbols,
+            Symbol("vllm.engine", "Loop.only_later", releases=">=0.40.2,<0.41"),
+            Symbol("vllm.engine", "nowhere_to_be_found_either", releases="<0.41"),
+        ),
         stock={},
         speculators="nowhere",
     )
     monkeypatch.setattr(hosts, "all_hosts", lambda: [host])
-    monkeypatch.setattr(recorder, "SUPPORTED", ("0.40.1",))
+    monkeypatch.setattr(recorder, "recorded", lambda: ("0.40.1",))
     return tmp_path
+
+
+def covering(monkeypatch: pytest.MonkeyPatch, *further: Symbol) -> None:
+    """The host is for 0.41, too."""
+    (host,) = hosts.all_hosts()
+    wider = dataclasses.replace(host, series=("0.40", "0.41"), symbols=(*host.symbols, *further))
+    monkeypatch.setattr(hosts, "all_hosts", lambda: [wider])
 
 
 def run(recorder: ModuleType, root: Path, *arguments: str) -> int:
@@ -417,6 +433,46 @@ def test_drift_says_what_a_host_has_to_take_up(recorder: ModuleType, taken_up: P
     assert "Loop.loosened" in to_look_at
     assert "2 of 10 symbols unchanged" in output
     assert sorted(path.name for path in (taken_up / "surfaces").iterdir()) == ["0.40.1.json"]
+
+
+def test_of_a_release_with_a_host_only_that_breaks_which_doctor_misses(
+    recorder: ModuleType, taken_up: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are told of the same symbols: recording, drift and what ``doctor`` calls missing or changed."""
+    assert run(recorder, taken_up, "--all") == 0
+    covering(
+        monkeypatch,
+        Symbol("vllm.engine", "Loop.__init__", ("config", "device")),
+        Symbol("vllm.engine", "asked_for_in_vain", releases=">=0.41"),
+    )
+    capsys.readouterr()
+    assert run(recorder, taken_up, "0.41.0") == 0
+    needed = hosts.host_for("0.41.0").symbols_of(Version("0.41.0"))
+    surface = json.loads((taken_up / "surfaces" / "0.41.0.json").read_text())
+    lacking = [finding for finding in check_recorded(needed, surface) if not finding.ok]
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.endswith(f": 7 symbols; host made_up needs 12, lacks {len(lacking)}")
+    assert rest == [f"  {finding}" for finding in lacking]
+    assert run(recorder, taken_up, "--drift", "0.41.0") == 1
+    breaking = {
+        name: lines for name, lines in drift_lines(capsys.readouterr().out).items() if any("!" in one for one in lines)
+    }
+    assert breaking.keys() == {finding.symbol.name for finding in lacking}
+    assert breaking.keys() == {
+        *("Loop.__init__", "Loop.run_model", "Loop.finish", "uniform_token_count", "nowhere_to_be_found"),
+        "asked_for_in_vain",
+    }
+    assert breaking["Loop.__init__"][0] == "! no parameter device; it takes (config)"
+
+
+@pytest.mark.parametrize("release", recorded())
+def test_of_a_supported_release_nothing_breaks(recorder: ModuleType, release: str) -> None:
+    """Compared with itself and with the oldest record, without their sources, of which only hints are read."""
+    needed = host_for(release).symbols_of(Version(release))
+    old, new = load_surface(next(iter(recorded()))), load_surface(release)
+    for before in (old, new):
+        found = recorder.drift(before, new, needed, None, covered=True)
+        assert [str(change) for change in found if change.breaks] == []
 
 
 def test_a_symbol_that_moved_is_traced(recorder: ModuleType, taken_up: Path, capsys: Any) -> None:
@@ -492,8 +548,3 @@ def test_what_cannot_be_done_is_said(
         status = stopped.code
     assert status == 2
     assert problem in capsys.readouterr().err
-
-
-def test_every_supported_minor_is_recorded_by_all(recorder: ModuleType) -> None:
-    minors = [".".join(release.split(".")[:2]) for release in recorder.SUPPORTED]
-    assert sorted(minors) == sorted(minor for host in hosts.all_hosts() for minor in host.series)

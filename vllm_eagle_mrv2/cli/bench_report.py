@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_eagle_mrv2.cli.bench_types import SIDES, Row, Side, Started
+from vllm_eagle_mrv2.cli.on_cpu import TIMES_MEAN_NOTHING
 
 
 class BenchReport(BaseModel):
@@ -81,7 +82,7 @@ def print_report(report: BenchReport, console: Console) -> None:
         for reason in row.refusals:
             console.print(f"K={row.k}, batch {row.batch}: no ratio; {reason}", style="red", highlight=False)
     if started.device == "cpu":
-        console.print("On a CPU these times mean nothing; only the counts do.", style="bold")
+        console.print(TIMES_MEAN_NOTHING, style="bold")
 
 
 def _cells(row: Row, side: Side) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_eagle_mrv2.cli.demo_types import Measurement
+from vllm_eagle_mrv2.cli.on_cpu import TIMES_MEAN_NOTHING
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def print_reports(reports: list[FamilyReport], console: Console) -> None:
         _print_classes(report, console)
         _print_verdict(report, console)
     if ours.device == "cpu":
-        console.print("On a CPU compare the counts: its speeds say nothing about a GPU's.", style="dim")
+        console.print(TIMES_MEAN_NOTHING, style="bold")
 
 
 def _table(report: FamilyReport) -> Table:
