@@ -52,6 +52,14 @@ class Reader:
 
         return self._by_vllm(model, revision, SpeculativeConfig.hf_config_override)
 
+    def target_config(self, model: str, revision: str | None = None) -> Any:
+        """The configuration that vLLM gives a target.
+
+        Raises:
+            EagleMRV2Error: vLLM cannot read the configuration.
+        """
+        return self._by_vllm(model, revision)
+
     def has_mtp_layers(self, model: str, revision: str | None = None) -> bool:
         """Whether this release of vLLM sees MTP layers in a checkpoint.
 

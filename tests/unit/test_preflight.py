@@ -113,10 +113,15 @@ def test_a_target_that_is_not_for_this_machine(
     report = look_at(models["target"], models["head3"], "--max-num-seqs", "8", *sampled)
     assert report["accepted"] is True
     assert report["family"] == "eagle3"
-    assert report["deployment"]["checked"] == "draft"
+    assert report["deployment"]["checked"] == "models"
     assert report["deployment"]["draft_logits_bytes"] == size
-    assert "on this machine (no kernels for FP8 here), so the draft alone was looked at." in report["notes"][-1]
-    assert look_at(models["target"], models["target"] + "/none")["accepted"] is False
+    assert (
+        "on this machine (no kernels for FP8 here), so only the configurations of target and draft were looked at."
+        in report["notes"][-1]
+    )
+    for target, head in (("target", "head/none"), ("target/none", "head3")):
+        names = (path.replace(name, str(models[name])) for path in (target, head) for name in [path.partition("/")[0]])
+        assert "cannot be read" in look_at(*names)["reason"]
 
 
 def test_a_target_that_a_gpu_does_not_serve(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

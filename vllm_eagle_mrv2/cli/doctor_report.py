@@ -16,7 +16,7 @@ from vllm_eagle_mrv2.surface import Finding, Status
 
 _CHECKED = {
     "nothing": "nothing that can be served",
-    "draft": "the configurations of draft and target, as vLLM cannot make the engine's here",
+    "models": "the configurations of target and draft, as vLLM makes none of the engine on this machine",
     "engine": "the configuration of the whole engine, made by vLLM",
 }
 _STYLES = {"found": "green", "missing": "bold red", "changed": "bold red"}
@@ -85,8 +85,9 @@ class DeploymentReport(BaseModel):
     draft: str | None = Field(description="null where the target has the head in it")
     num_speculative_tokens: int
     max_num_seqs: int | None = None
-    checked: Literal["nothing", "draft", "engine"] = Field(
-        default="nothing", description="whose configuration vLLM made: the whole engine's, or no more than the draft's"
+    checked: Literal["nothing", "models", "engine"] = Field(
+        default="nothing",
+        description="which configuration answers: the whole engine's, made by vLLM, or those of target and draft",
     )
     draft_logits_bytes: int | None = Field(default=None, description="of one rank; 0 where drafting is greedy")
     paths: list[PathReport] = []

@@ -1,13 +1,15 @@
 """Whether one deployment will draft by ``eagle_mrv2`` on the installed vLLM, from configurations alone.
 
 The engine's own functions are asked, so that what they refuse is refused here in the same words: vLLM makes the whole
-configuration of the engine where it can here, and of the draft alone where the target is not for this machine.
+configuration of the engine where it can here; where the target is not for this machine, target and draft are read.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from packaging.version import Version
@@ -16,6 +18,7 @@ from vllm_eagle_mrv2.checkpoints import Reader
 from vllm_eagle_mrv2.cli.doctor_report import DeploymentReport, DoctorReport, PathReport
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.families import METHOD, Family
+from vllm_eagle_mrv2.heads import check_fit
 from vllm_eagle_mrv2.hosts.draft_paths import attends_by_ours, draft_paths
 from vllm_eagle_mrv2.method import request_of
 from vllm_eagle_mrv2.plugin import register
@@ -127,33 +130,62 @@ def _blame(report: DoctorReport, deployment: Deployment, version: Version, error
             return
         report.notes.append(
             f"vLLM makes no configuration of {deployment.target} on this machine ({_words(alone)}), "
-            "so the draft alone was looked at."
+            "so only the configurations of target and draft were looked at."
         )
-        _check_draft_alone(report, deployment, version)
+        _check_models(report, deployment, version)
     else:
         report.problems.append(f"vLLM refuses this draft: {_words(error)}")
 
 
-def _check_draft_alone(report: DoctorReport, deployment: Deployment, version: Version) -> None:
+class _Shape:
+    """What is asked of vLLM's ``ModelConfig``, read off a configuration alone."""
+
+    def __init__(self, model: str, hf_config: Any) -> None:
+        from vllm.transformers_utils.config import get_hf_text_config
+
+        self.model, self.hf_config = model, hf_config
+        self._text = get_hf_text_config(hf_config)
+        self.max_model_len = int(getattr(self._text, "max_position_embeddings", sys.maxsize))
+
+    def get_hidden_size(self) -> int:
+        return int(self._text.hidden_size)
+
+    def get_vocab_size(self) -> int:
+        return int(self._text.vocab_size)
+
+
+def _check_models(report: DoctorReport, deployment: Deployment, version: Version) -> None:
     from vllm_eagle_mrv2.seams import take_request
 
     found, arguments = report.deployment, deployment.engine_args(version)
     assert found is not None
     try:
         request = take_request(arguments)
+        reader = Reader(deployment.trust_remote_code)
+        target = _Shape(arguments.model, reader.target_config(arguments.model))
+        name = arguments.speculative_config.get("model")
+        draft = target if name is None else _Shape(name, reader.draft_config(name))
+        assert request is not None
+        report.family = request.family
+        check_fit(
+            SimpleNamespace(
+                model=draft.model,
+                method=request.family,
+                num_speculative_tokens=found.num_speculative_tokens,
+                draft_model_config=draft,
+                target_model_config=target,
+            )
+        )
     except EagleMRV2Error as refusal:
         report.problems.append(str(refusal))
         return
-    report.family = None if request is None else request.family
-    found.checked = "draft"
+    found.checked = "models"
     found.max_num_seqs = deployment.max_num_seqs
     if not deployment.probabilistic:
         found.draft_logits_bytes = 0
     elif deployment.max_num_seqs is not None:
-        target = Reader(deployment.trust_remote_code).config(arguments.model)
-        vocabulary = (target.get("text_config") or target).get("vocab_size")
-        if isinstance(vocabulary, int):
-            found.draft_logits_bytes = _draft_logits(deployment.max_num_seqs, found.num_speculative_tokens, vocabulary)
+        sizes = (deployment.max_num_seqs, found.num_speculative_tokens, draft.get_vocab_size())
+        found.draft_logits_bytes = _draft_logits(*sizes)
 
 
 def _describe(found: DeploymentReport, config: Any, version: Version) -> None:
