@@ -7,7 +7,8 @@ the module concerned, so that loading the plugin imports nothing:
 * ``EngineArgs.add_cli_args``: understand the method on the command line;
 * ``VllmConfig.use_v2_model_runner``: true for an engine that asked for us (0.20 has no such property and reads
   VLLM_USE_V2_MODEL_RUNNER, which is set while the latest engine of the process asks for us);
-* ``spec_decode.init_speculator``: make our speculator for a marked configuration.
+* ``spec_decode.init_speculator``: make our speculator for a marked configuration, and mark it;
+* ``EngineCore._initialize_kv_caches``: before it, ask the workers what they draft with (`worker_check`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, cast
 
 import wrapt
 
+from vllm_eagle_mrv2 import kill_switch, worker_check
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.method import (
     MARKER,
@@ -50,12 +52,21 @@ def install() -> None:
     wrapt.register_post_import_hook(_wrap_vllm_config, "vllm.config.vllm")
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.spec_decode")
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.model_runner")
+    worker_check.install()
+
+
+def are_installed() -> bool:
+    """Whether this process loaded the plugin."""
+    return _installed
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapper(original)`` in the place of an attribute, once."""
-    original = getattr(owner, name)
-    if not hasattr(original, "_eagle_mrv2_original"):
+    """Put ``wrapper(original)`` in the place of an attribute, once.
+
+    A vLLM without the attribute stays as it is: only a request for ``eagle_mrv2`` is refused there, by its host.
+    """
+    original = getattr(owner, name, None)
+    if original is not None and not hasattr(original, "_eagle_mrv2_original"):
         wrapped = functools.wraps(original)(wrapper(original))
         wrapped._eagle_mrv2_original = original  # type: ignore[attr-defined]
         setattr(owner, name, wrapped)
@@ -145,7 +156,7 @@ def take_request(engine_args: Any) -> Request | None:
     """Translate the method of an ``EngineArgs`` in place, where it is ours; the request goes into its dictionary.
 
     Returns:
-        the request, or None where ``eagle_mrv2`` was not asked for.
+        the request, or None where ``eagle_mrv2`` was not asked for, or is switched off.
 
     Raises:
         EagleMRV2Error: the request cannot be served here.
@@ -156,10 +167,13 @@ def take_request(engine_args: Any) -> Request | None:
         given = parse_short_form(given) or given
     if isinstance(given, dict) and MARKER in given:
         request = cast(Request, given[MARKER])
-        if given.get("method") == request.family:
+        unchanged = given.get("method") == request.family
+        if unchanged and not kill_switch.is_on():
             return request
-        # Somebody changed the method of arguments that were used before: they start anew.
+        # Somebody changed the method of arguments that were used before, or switched ours off: they start anew.
         given = {key: value for key, value in given.items() if key != MARKER}
+        if unchanged:
+            given["method"] = f"{METHOD}:{request.family}"
         engine_args.speculative_config = given
     if not (is_ours(short) or (isinstance(given, dict) and is_ours(given.get("method")))):
         return None
@@ -178,6 +192,10 @@ def take_request(engine_args: Any) -> Request | None:
                 )
             asked[key] = value
             setattr(engine_args, field, None)
+
+    if kill_switch.is_on():
+        engine_args.speculative_config = kill_switch.stock_config(asked, engine_args.model)
+        return None
 
     from vllm_eagle_mrv2 import hosts
 
@@ -254,7 +272,9 @@ def _wrap_init_speculator(module: ModuleType) -> None:
                 return original(vllm_config, device, *args, **kwargs)
             from vllm_eagle_mrv2 import hosts
 
-            return hosts.installed_host().make_speculator(vllm_config, device, request)
+            speculator = hosts.installed_host().make_speculator(vllm_config, device, request)
+            mark(speculator, request)
+            return speculator
 
         return wrapped
 
