@@ -30,7 +30,11 @@ def _wrap_engine_core(module: ModuleType) -> None:
     def initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, vllm_config: Any) -> Any:
             if request_of(vllm_config.speculative_config) is not None:
-                check(self.collective_rpc(complaint))
+                try:
+                    check(self.collective_rpc(complaint))
+                except EagleMRV2Error:
+                    self.model_executor.shutdown()  # or workers of their own would live as long as this process
+                    raise
             return original(self, vllm_config)
 
         return wrapped

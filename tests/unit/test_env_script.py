@@ -34,7 +34,7 @@ def test_options_and_functions_stay_as_they_were(own: str) -> None:
 def test_what_it_sets() -> None:
     done = bash(
         'source "$1"; printf "%s\\n" "${PATH%%:*}" "${#CPU_RELEASES[@]}" "${OVERLAID_RELEASES[0]}"; '
-        'bash -c \'echo "$PYTHON $EAGLE_MRV2_STACK $HF_HUB_OFFLINE"\''
+        "bash -c 'echo \"$PYTHON $EAGLE_MRV2_STACK $HF_HUB_OFFLINE\"'"
     )
     assert done.stderr == ""
     folder, releases, overlaid, exported = done.stdout.splitlines()
