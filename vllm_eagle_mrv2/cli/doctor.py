@@ -24,7 +24,7 @@ import typer
 from packaging.version import Version
 from rich.console import Console
 
-from vllm_eagle_mrv2 import __version__, hosts
+from vllm_eagle_mrv2 import __version__, hosts, kill_switch
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.cli.doctor_report import (
     BehaviourReport,
@@ -112,6 +112,7 @@ def examine(deployment: Deployment | None = None) -> DoctorReport:
         report.exit_code = 2
         return report
     _check_plugin(report)
+    _check_kill_switch(report)
     try:
         report.vllm_version = str(importlib.import_module("vllm").__version__)
     except Exception as error:  # a broken installation may fail in any way; the reason is the finding
@@ -206,6 +207,14 @@ def _check_plugin(report: DoctorReport) -> None:
             f"VLLM_PLUGINS={plugin.vllm_plugins} keeps vLLM from loading this plugin; "
             f"set VLLM_PLUGINS={','.join([*others, METHOD])}, or unset it."
         )
+
+
+def _check_kill_switch(report: DoctorReport) -> None:
+    try:
+        if kill_switch.is_on():
+            report.problems.append(f"{kill_switch.VARIABLE} switches {METHOD} off, and stock vLLM drafts; unset it.")
+    except EagleMRV2Error as error:
+        report.problems.append(str(error))
 
 
 # The release

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 from pydantic import BaseModel
 
+from vllm_eagle_mrv2 import kill_switch
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.method import is_ours
 
@@ -52,6 +53,7 @@ def environment(method: str | None, **defaults: str) -> dict[str, str]:
     }
     if is_ours(method):
         del variables["VLLM_USE_V2_MODEL_RUNNER"]  # ours asks for it by itself
+        variables.pop(kill_switch.VARIABLE, None)  # or stock would run under our name
     return variables
 
 

@@ -172,6 +172,17 @@ EVERYWHERE: tuple[Symbol, ...] = (
         releases=">=0.22",
     ),
     Symbol(f"{GPU}.model_runner", "init_speculator", why="wrapped to make our speculator"),
+    Symbol(
+        "vllm.v1.engine.core",
+        "EngineCore._initialize_kv_caches",
+        ("vllm_config",),
+        why="wrapped to ask the workers what they draft with",
+    ),
+    Symbol("vllm.v1.engine.core", "EngineCore.collective_rpc", ("method",), why="asks them"),
+    Symbol("vllm.v1.engine.core", "EngineCore.model_executor", why="shut down where one drafts otherwise"),
+    Symbol("vllm.v1.executor.abstract", "Executor.shutdown", (), why="that"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.speculator", why="looked at there"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.is_last_pp_rank", why="looked at there too"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.capture_model", why="wrapped for a draft whose target has no graphs"),
     Symbol(
         f"{GPU}.model_runner",
