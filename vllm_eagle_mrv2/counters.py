@@ -63,6 +63,11 @@ class DraftCounter:
             return cls(memoryview(mmap.mmap(file.fileno(), _FORMAT.size)).cast("q"))
         return cls()
 
+    def clear(self) -> None:
+        """Forget what was counted."""
+        for slot in range(len(self._slots)):
+            self._slots[slot] = 0
+
     def count(self, path: int, draft_length: int) -> None:
         """Count a draft phase; called every iteration."""
         self._slots[path] += 1
