@@ -57,8 +57,7 @@ class DraftCounter:
     @classmethod
     def of_rank(cls, rank: int) -> DraftCounter:
         """That of a data-parallel rank, shared where a front-end of this machine has made the folder."""
-        folder = Path(os.environ.get(FOLDER_VARIABLE, os.devnull))
-        with contextlib.suppress(OSError), (folder / str(rank)).open("a+b") as file:
+        with contextlib.suppress(OSError), (_shared() / str(rank)).open("a+b") as file:
             file.truncate(_FORMAT.size)
             return cls(memoryview(mmap.mmap(file.fileno(), _FORMAT.size)).cast("q"))
         return cls()
@@ -77,7 +76,7 @@ class DraftCounter:
 def share_folder() -> None:
     """Make the folder, unless this process or one that it descends from has."""
     global _folder
-    if Path(os.environ.get(FOLDER_VARIABLE, os.devnull)).is_dir():
+    if _shared().is_dir():
         return
     memory = "/dev/shm"  # a write there waits for no disk
     with contextlib.suppress(OSError):  # workers then say that nobody reads what they count
@@ -87,9 +86,12 @@ def share_folder() -> None:
 
 def read_counts() -> Iterator[tuple[int, Counts]]:
     """The data-parallel ranks that count on this machine, with their counts."""
-    files = Path(os.environ.get(FOLDER_VARIABLE, os.devnull)).glob("*")
-    for file in sorted(files, key=lambda file: int(file.name)):
+    for file in sorted(_shared().glob("*"), key=lambda file: int(file.name)):
         read = file.read_bytes()
         if len(read) == _FORMAT.size:  # or it is being made
             *phases, draft_length = _FORMAT.unpack(read)
             yield int(file.name), Counts(dict(zip(PATHS, phases, strict=True)), draft_length)
+
+
+def _shared() -> Path:
+    return Path(os.environ.get(FOLDER_VARIABLE) or os.devnull)

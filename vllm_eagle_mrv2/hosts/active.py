@@ -153,10 +153,15 @@ class Facts:
         return f"{METHOD} {__version__} drafts on vLLM {self.vllm}: {', '.join(parts)}"
 
     def warnings(self) -> Iterator[str]:
-        """A sentence for each slower path that nobody asked for by name, with its cause and the remedy."""
+        """A sentence for each slower path that ``disable`` does not ask for, with its cause and the remedy."""
         enabled = self.request.options.enabled
-        if self.num_draft_tokens > 1:
-            yield from self._about_graphs()
+        if self.asked_mode and self.request.enforce_eager and enabled(Behaviour.DRAFT_ENFORCE_EAGER):
+            yield (
+                f"{METHOD} drafts without CUDA graphs, as enforce_eager of the speculative configuration says; "
+                "leave it out to draft faster."
+            )
+        elif self.asked_mode and self.num_draft_tokens > 1:
+            yield from self._about_decode_graphs()
         if self.asks_dynamic and not self.dynamic and Behaviour.DYNAMIC_DRAFT_LENGTH in self.ours:
             yield (
                 f"{METHOD} drafts {self.num_draft_tokens} tokens whatever the batch size, as data-parallel ranks that "
@@ -173,21 +178,14 @@ class Facts:
                 "apart by this additional_config; give a dictionary for it."
             )
 
-    def _about_graphs(self) -> Iterator[str]:
-        """Warnings about the graphs of draft decodes."""
+    def _about_decode_graphs(self) -> Iterator[str]:
         enabled = self.request.options.enabled
-        if not self.asked_mode:
-            return
-        eager = self.request.enforce_eager and enabled(Behaviour.DRAFT_ENFORCE_EAGER)
-        if eager:
-            yield (
-                f"{METHOD} drafts without CUDA graphs, as enforce_eager of the speculative configuration says; "
-                "leave it out to draft faster."
-            )
-        elif not self.decode_graphs:
-            yield f"{METHOD} runs draft decodes without CUDA graphs, as {self._why_no_graphs()}."
-        elif not self.fused and Behaviour.FUSED_DRAFT_DECODE not in self.request.options.disable:
-            yield f"{METHOD} replays a graph for each draft decode instead of one for all, as {self._why_by_steps()}."
+        if not self.decode_graphs:
+            if enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT):
+                yield f"{METHOD} runs draft decodes without CUDA graphs, as {self._why_no_graphs()}."
+        elif not self.fused:
+            if enabled(Behaviour.FUSED_DRAFT_DECODE):
+                yield f"{METHOD} replays a graph for each draft decode, not one for all, as {self._why_by_steps()}."
         elif self.host_builds:
             yield (
                 f"{METHOD} has the host build metadata before each replay of the draft decodes, as the attention "
@@ -203,7 +201,7 @@ class Facts:
             return f"cudagraph_mode={self.asked_mode.name} has none for decodes; FULL_AND_PIECEWISE has"
         if self.data_parallel > 1:
             return (
-                f"under data parallelism they have the target's, which has none with the attention backend "
+                "under data parallelism they have the target's, which has none with the attention backend "
                 f"{self.backends}; {_OTHER_BACKEND}"
             )
         return f"the attention backend {self.backends} supports none; {_OTHER_BACKEND}"
