@@ -22,6 +22,8 @@ from support import (
     speculator_of,
 )
 
+from vllm_eagle_mrv2.behaviours import Behaviour
+
 TEMPERATURE = 0.9
 
 

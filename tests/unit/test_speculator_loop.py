@@ -317,21 +317,21 @@ def test_drafts(num_draft_tokens: int, refreshes: bool, full_graphs: bool, sampl
 @pytest.mark.parametrize(
     ("host", "num_draft_tokens", "path"),
     [
-        (ToyHost(refreshes_in_graph=True, full_graphs=True, one_graph=True), 4, "one_graph"),
-        (ToyHost(refreshes_in_graph=True, full_graphs=True), 4, "fused"),
-        (ToyHost(full_graphs=True), 4, "by_steps"),
-        (ToyHost(), 4, "eager"),
-        (ToyHost(refreshes_in_graph=True), 2, "eager"),
-        (ToyHost(full_graphs=True), 1, "prefill_only"),
-        (ToyHost(), 0, "prefill_only"),
+        ({"refreshes_in_graph": True, "full_graphs": True, "one_graph": True}, 4, "one_graph"),
+        ({"refreshes_in_graph": True, "full_graphs": True}, 4, "fused"),
+        ({"full_graphs": True}, 4, "by_steps"),
+        ({}, 4, "eager"),
+        ({"refreshes_in_graph": True}, 2, "eager"),
+        ({"full_graphs": True}, 1, "prefill_only"),
+        ({}, 0, "prefill_only"),
     ],
     ids=str,
 )
 def test_phases_are_counted_by_path(
-    host: ToyHost, num_draft_tokens: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: dict[str, bool], num_draft_tokens: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    loop = loop_on(host)
+    loop = loop_on(ToyHost(**host), max(num_draft_tokens, 1))
     loop.counter = DraftCounter.of_rank(0)
     for changes in ({}, {"dummy_run": True}, {}):
         loop.propose(batch_of(ROWS, num_draft_tokens, **changes))
