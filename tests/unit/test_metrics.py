@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from weakref import WeakSet
@@ -10,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm.v1.metrics.prometheus")
 
-import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
 from vllm.v1.metrics import prometheus
 
@@ -66,10 +67,12 @@ def test_what_is_shown(several_api_servers: bool, monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_the_registry_is_the_one_that_is_served() -> None:
-    """Where vLLM's router took the function before the plugin was loaded, too."""
-    served = pytest.importorskip("vllm.entrypoints.serve.instrumentator.metrics")
-    metrics.offer(CONFIG, Request("eagle", Options()))
-    assert served.get_prometheus_registry is prometheus.get_prometheus_registry
-    assert ours(served.get_prometheus_registry())
-    assert not ours(prometheus_client.REGISTRY)
+def test_the_router_asks_for_our_registry() -> None:
+    """Where it took vLLM's function before the plugin was loaded, too."""
+    router = "vllm.entrypoints.serve.instrumentator.metrics"
+    server = (
+        f"import {router} as router; from vllm_eagle_mrv2.plugin import register; register();"
+        "print(hasattr(router.get_prometheus_registry, '_eagle_mrv2_original'))"
+    )
+    answer = subprocess.run([sys.executable, "-c", server], check=True, capture_output=True, text=True).stdout
+    assert answer.splitlines()[-1] == "True"
