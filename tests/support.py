@@ -19,6 +19,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 PAIR = Path(str(files("vllm_eagle_mrv2"))) / "demo_pair"
+DEPLOY = Path(__file__).parents[1] / "deploy"
 
 
 def has_cuda() -> bool:

@@ -35,7 +35,9 @@ class DraftLogits:
         self._rank: int = get_tensor_model_parallel_rank()
         self._ranks: int = get_tensor_model_parallel_world_size()
         self._sharded = False
-        if local and self._ranks > 1:
+        self.local = local and self._ranks > 1
+        """Whether each rank can keep its shard."""
+        if self.local:
             self._gather = processor._gather_logits
             processor._gather_logits = self._keep_shard
 

@@ -101,8 +101,10 @@ def named_in_caches(vllm_config: Any) -> bool:
 class Installed(NamedTuple):
     """What `install` found."""
 
-    layers: int  # that multiply so
-    one_row: bool  # all that lies behind the draft's only attention: see `one_row`
+    layers: int = 0  # that multiply so
+    one_row: bool = False  # all that lies behind the draft's only attention: see `one_row`
+    head: bool = False  # multiplies so
+    quantized: tuple[str, ...] = ()  # how the layers with quantized weights multiply, one name a layer
 
 
 @torch.inference_mode()
@@ -144,12 +146,18 @@ def install(
     }
     for layer in kinds.values():
         _compile_ahead(layer, gated=id(layer) in gates, behind_attention=id(layer) in behind)
+    head: Any = getattr(draft, "lm_head", None)  # most likely what the processor will be given
+    takes_head = logits is not None and _is_linear(head)
     if logits is not None:
-        head = getattr(draft, "lm_head", None)  # most likely what the processor will be given
-        if head is not None and _is_linear(head):
+        if takes_head:
             _compile_ahead(head, few if head.tp_size == 1 else None)
         _give_view_of_head(logits, few)
-    return Installed(len(layers), one_row=len(behind) > 0 and behind <= {id(layer) for layer in layers})
+    return Installed(
+        len(layers),
+        one_row=len(behind) > 0 and behind <= {id(layer) for layer in layers},
+        head=takes_head,
+        quantized=tuple(type(module.quant_method).__name__ for module in own if _is_quantized(module)),
+    )
 
 
 def _is_linear(layer: Any) -> bool:
@@ -174,6 +182,15 @@ def _is_linear(layer: Any) -> bool:
         and weight.stride(1) == 1
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
     )
+
+
+def _is_quantized(layer: Any) -> bool:
+    """Whether a layer multiplies with quantized weights, on an NVIDIA GPU."""
+    from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+
+    method, weight = getattr(layer, "quant_method", None), next(layer.parameters(), None)
+    plain = not isinstance(method, LinearMethodBase) or isinstance(method, UnquantizedLinearMethod)
+    return not plain and weight is not None and _runs_kernels(weight)
 
 
 def _behind_attention(modules: list[Any], gated: list[Any]) -> set[int]:

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_eagle_mrv2 import counters
 from vllm_eagle_mrv2.attn_metadata import draft_max_seq_len
 from vllm_eagle_mrv2.batch_queue import BatchQueue
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
+from vllm_eagle_mrv2.counters import DraftCounter
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
@@ -150,6 +152,8 @@ class DraftLoop:
         self.buffers = buffers
         self.queue = BatchQueue(buffers.input_ids.device, filters=config.filters)
         """Brings batches to the draft prefill, wherever it runs."""
+        self.counter = DraftCounter()
+        """Counts draft phases by the path that they took."""
         self.warms_up = False
         """Whether passes outside of a graph are but to warm up for its capture."""
         on = config.options.enabled
@@ -174,17 +178,18 @@ class DraftLoop:
         """
         run = self.host.phase_run(batch)
         if run is not None:
-            self._replay_phase(batch, run)
+            path = self._replay_phase(batch, run)
         else:
             with torch.inference_mode():
-                self._draft(batch)
+                path = self._draft(batch)
+        if not batch.dummy_run:
+            self.counter.count(path, batch.num_draft_tokens)
         return self._drafts[batch.num_reqs]
 
-    def _draft(self, batch: DraftBatch) -> None:
+    def _draft(self, batch: DraftBatch) -> int:
         self.host.draft_max_seq_len = self._max_seq_len(batch)
         self._run_prefill(batch)
-        if batch.num_draft_tokens > 1:
-            self._run_decodes(batch)
+        return self._run_decodes(batch) if batch.num_draft_tokens > 1 else counters.PREFILL_ONLY
 
     def _max_seq_len(self, batch: DraftBatch) -> int:
         limit = self.config.max_model_len
@@ -216,10 +221,11 @@ class DraftLoop:
     def _take_states(self, states: TargetStates, num_tokens: int) -> None:
         self.buffers.hidden_states[:num_tokens].copy_(self.host.combine(states.rows(num_tokens)))
 
-    def _replay_phase(self, batch: DraftBatch, run: GraphRun) -> None:
+    def _replay_phase(self, batch: DraftBatch, run: GraphRun) -> int:
         self._leave_states(batch, run, batch.num_tokens_padded)
         self.queue.put(batch)
         self.host.replay_prefill(run)
+        return counters.ONE_GRAPH
 
     def _run_prefill(self, batch: DraftBatch) -> None:
         run, num_tokens = self._prepare_prefill(batch)
@@ -315,16 +321,19 @@ class DraftLoop:
             sample_offset=config.sample_offset,
         )
 
-    def _run_decodes(self, batch: DraftBatch) -> None:
+    def _run_decodes(self, batch: DraftBatch) -> int:
         host = self.host
         host.begin_decode(batch)
         run = host.dispatch_decode(batch)
         host.on_multi_step_decode_begin(batch.num_reqs)
         if host.decodes_fused(run):
+            path = counters.FUSED
             self._decode_fused(batch, run)
         else:
+            path = counters.BY_STEPS
             self._decode_by_steps(batch, run)
         host.on_multi_step_decode_end(batch.num_reqs)
+        return path if run.full else counters.EAGER
 
     def _decode_fused(self, batch: DraftBatch, run: GraphRun) -> None:
         if run.full:

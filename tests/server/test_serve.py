@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support import DEPLOY
 
 import vllm_eagle_mrv2
 
@@ -28,7 +29,9 @@ START_SECONDS = 240
 STOP_SECONDS = 60
 REQUEST_SECONDS = 60
 SWITCHED_OFF = "EAGLE_MRV2_DISABLE=1: eagle_mrv2 is off, and stock vLLM drafts with method=eagle and the same head"
-TAKE_OVER = re.compile(r"INFO .*\beagle_mrv2 \S+ drafts on vLLM ")
+TAKE_OVER = re.compile(
+    r"INFO .*\beagle_mrv2 \S+ drafts on vLLM .*, draft decode graphs NONE, .*, active beyond this release: "
+)
 
 
 class Server:
@@ -88,9 +91,13 @@ class Server:
     def _request(prompt: str, stream: bool) -> dict[str, object]:
         return {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 32, "stream": stream}
 
+    def metrics(self) -> str:
+        """What a Prometheus server is told."""
+        return self.http.get("/metrics").text
+
     def counter(self, name: str) -> float:
         """A counter of /metrics, summed over its labels."""
-        samples = re.findall(rf"^vllm:{name}_total(?:{{.*}})? (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        samples = re.findall(rf"^vllm:{name}_total(?:{{.*}})? (\S+)$", self.metrics(), re.MULTILINE)
         assert samples, f"/metrics has no vllm:{name}_total"
         return sum(map(float, samples))
 
@@ -171,6 +178,29 @@ def check_drafts(server: Server, prompts: list[str]) -> None:
     assert server.counter("spec_decode_num_accepted_tokens") > accepted
 
 
+def phases(server: Server) -> dict[str, float]:
+    """Draft phases by path, as /metrics has them."""
+    found = re.findall(r'^vllm_eagle_mrv2_draft_phases_total{.*path="(\w+)"} (\S+)$', server.metrics(), re.MULTILINE)
+    return {path: float(count) for path, count in found}
+
+
+def check_metrics(server: Server) -> None:
+    """The drafts' path and length are told, and dashboard and alert rules ask for nothing that is not there."""
+    none = dict.fromkeys(phases(server), 0.0)
+    assert phases(server) == {**none, "eager": phases(server)["eager"]}
+    assert phases(server)["eager"] > 1
+    assert re.search(
+        r'^vllm_eagle_mrv2_draft_length{engine="0",model_name="demo"} 3.0$', server.metrics(), re.MULTILINE
+    )
+    assert re.search(
+        r'^vllm_eagle_mrv2_info{.*family="eagle".*num_speculative_tokens="3"', server.metrics(), re.MULTILINE
+    )
+    told = set(re.findall(r"^([\w:]+)[ {]", server.metrics(), re.MULTILINE))
+    asked = {name for file in DEPLOY.iterdir() for name in re.findall(r"\bvllm(?::|_eagle_mrv2_)\w+", file.read_text())}
+    assert asked
+    assert asked <= told
+
+
 def check_ends_cleanly(server: Server) -> None:
     """SIGTERM ends the server as it ends a stock one: status 0, nothing left, nothing raised."""
     assert server.terminate() == 0
@@ -181,7 +211,9 @@ def check_ends_cleanly(server: Server) -> None:
 
 def test_serves_eagle_mrv2(start_server: StartServer, pair: Path, prompts: list[str]) -> None:
     server = start_server(f"method=eagle_mrv2,model={pair / 'eagle'},num_speculative_tokens=3")
+    assert set(phases(server).values()) == {0.0}, "what ran before the first request"
     check_drafts(server, prompts)
+    check_metrics(server)
     assert len(TAKE_OVER.findall(server.log)) == 1
     check_ends_cleanly(server)
 
@@ -191,7 +223,7 @@ def test_leaves_a_stock_server_alone(start_server: StartServer, pair: Path, prom
     server = start_server(json.dumps(config), VLLM_USE_V2_MODEL_RUNNER="1")
     check_drafts(server, prompts)
     assert "Using V2 Model Runner" in server.log
-    assert "eagle_mrv2" not in server.log
+    assert "eagle_mrv2" not in server.log + server.metrics()
     check_ends_cleanly(server)
 
 

@@ -79,7 +79,7 @@ class Host(StockHost, Stock):
         self.request: Any = SimpleNamespace(enforce_eager=enforce_eager)
         self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=asked))
         self.num_speculative_steps, self.device = 3, None  # type: ignore[assignment]
-        self._asked_mode, self._target_mode, self._announced, self.filters_drafts = asked, None, True, False
+        self._asked_mode, self._target_mode, self.filters_drafts = asked, None, False
         self.block_tables = SimpleNamespace(num_kv_cache_groups=2, cp_size=1)
         self._phase_graphs, self._phase_runs = set(), {}
 

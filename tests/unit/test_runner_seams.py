@@ -18,9 +18,14 @@ class Speculator(StockHost):
     """A speculator that counts its captures."""
 
     def __init__(self, *, k: int = 3, graphs: bool = True) -> None:
-        self.captures = 0
+        self.captures = self.announced = 0
         self.num_speculative_steps = k
         self.decode_cudagraph_manager = SimpleNamespace(needs_capture=lambda: graphs)
+
+    def announce(self) -> None:
+        """All is known: the target's graph manager, the last of it, too."""
+        assert self.target_graphs is not None
+        self.announced += 1
 
     def capture(self) -> None:
         self.captures += 1
@@ -75,6 +80,7 @@ def test_what_is_handed_over(speculator: Any) -> None:
     assert Runner(speculator, target_graphs=True).initialize_kv_cache("config") == "result of config"
     assert speculator.sampling_states == "states"
     assert speculator.req_states.max_seq_len == "lengths"
+    assert speculator.announced == 1
     if isinstance(speculator, TakesInputs):
         assert (speculator.target_input_buffers, speculator.target_attn_groups) == ("buffers", "groups")
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
+from vllm_eagle_mrv2.counters import FOLDER_VARIABLE, PATHS, DraftCounter, read_counts
 from vllm_eagle_mrv2.cudagraph import CapturedAttentionState
 from vllm_eagle_mrv2.options import Options
 from vllm_eagle_mrv2.speculator import DraftConfig, DraftLoop, GraphRun
@@ -310,6 +312,31 @@ def test_drafts(num_draft_tokens: int, refreshes: bool, full_graphs: bool, sampl
     for rows in (ROWS, ROWS[::-1][:2]):  # buffers of the first batch must not show in the second
         drafts = loop.propose(batch_of(rows, num_draft_tokens))
         assert drafts.tolist() == expected_drafts(rows, num_draft_tokens, sample_offset)
+
+
+@pytest.mark.parametrize(
+    ("host", "num_draft_tokens", "path"),
+    [
+        ({"refreshes_in_graph": True, "full_graphs": True, "one_graph": True}, 4, "one_graph"),
+        ({"refreshes_in_graph": True, "full_graphs": True}, 4, "fused"),
+        ({"full_graphs": True}, 4, "by_steps"),
+        ({}, 4, "eager"),
+        ({"refreshes_in_graph": True}, 2, "eager"),
+        ({"full_graphs": True}, 1, "prefill_only"),
+        ({}, 0, "prefill_only"),
+    ],
+    ids=str,
+)
+def test_phases_are_counted_by_path(
+    host: dict[str, bool], num_draft_tokens: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    loop = loop_on(ToyHost(**host), max(num_draft_tokens, 1))
+    loop.counter = DraftCounter.of_rank(0)
+    for changes in ({}, {"dummy_run": True}, {}):
+        loop.propose(batch_of(ROWS, num_draft_tokens, **changes))
+    ((_, counts),) = read_counts()
+    assert counts == ({name: 2 * (name == path) for name in PATHS}, num_draft_tokens)
 
 
 def with_aux(states: TargetStates) -> TargetStates:

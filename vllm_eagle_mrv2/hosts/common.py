@@ -14,15 +14,17 @@ from typing import Any, cast
 
 import torch
 
-from vllm_eagle_mrv2 import __version__, compile_ahead, draft_attention, row_products
+from vllm_eagle_mrv2 import compile_ahead, draft_attention, row_products
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
+from vllm_eagle_mrv2.counters import DraftCounter
 from vllm_eagle_mrv2.draft_attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.draft_vocab import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.hosts import draft_loading
+from vllm_eagle_mrv2.hosts.active import Facts
 from vllm_eagle_mrv2.hosts.draft_graphs import DraftGraphs
 from vllm_eagle_mrv2.hosts.spec import Host
 from vllm_eagle_mrv2.hosts.unused_drafts import drafts_unused
@@ -48,6 +50,8 @@ class StockHost(DraftGraphs):
     _attends_by_ours = False  # in draft decodes, every attention layer of the draft
     _one_row_is_enough = False  # for a draft prefill of one request
     _skips_unused = False  # drafts that no request of a batch can use
+    _products = row_products.Installed()
+    _announced = False
 
     # Attributes and methods of the stock speculator.
     method: str
@@ -62,6 +66,7 @@ class StockHost(DraftGraphs):
     current_draft_step: torch.Tensor
     draft_max_seq_len: int
     dp_rank: int
+    speculative_config: Any
     max_model_len: int
     _run_model: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     _prepare_eplb_forward: Callable[[int], None]
@@ -76,7 +81,7 @@ class StockHost(DraftGraphs):
         self.request = request
         self.options = request.options
         if not row_products.named_in_caches(vllm_config):
-            self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # the announcement tells so
+            self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # a warning tells so
         super().__init__(vllm_config, device)
         stock: Any = self
         self.filters_drafts = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
@@ -113,6 +118,9 @@ class StockHost(DraftGraphs):
             ),
         )
 
+        if self._leads:
+            self.loop.counter = DraftCounter.of_rank(self.vllm_config.parallel_config.data_parallel_index)
+
     def load_model(self, target_model: Any) -> None:
         """Load the draft; its products become ours, and its head is trimmed where ``draft_vocab`` asks for it."""
         with draft_loading.repaired(self, target_model):
@@ -128,8 +136,8 @@ class StockHost(DraftGraphs):
             self._attends_by_ours = draft_attention.install(self.model, target_model, block_size, positions)
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
             few = self._draft_few_rows if greedy and offsets is None else None
-            installed = row_products.install(self.model, target_model, self._draft_logits, few)
-            self._one_row_is_enough = installed.one_row and not self._prefills_in_parts
+            self._products = row_products.install(self.model, target_model, self._draft_logits, few)
+            self._one_row_is_enough = self._products.one_row and not self._prefills_in_parts
         head = getattr(getattr(self.model, "lm_head", None), "weight", None)
         if greedy and head is not None and self.request.draft_tokens is None:
             limits = (self.loop.config.max_model_len, self.sample_offset)
@@ -261,34 +269,26 @@ class StockHost(DraftGraphs):
             )
         )
 
-    def _announce(self, prefill_mode: Any, draft_decode_mode: Any) -> None:
-        import vllm
+    def announce(self) -> None:
+        """Log what is active and what is slower than it could be, once an engine."""
+        if self._announced or not self._leads or self.vllm_config.parallel_config.data_parallel_rank_local:
+            return
+        self._announced = True
         from vllm.logger import init_logger
 
-        from vllm_eagle_mrv2.hosts import installed_release
+        logger, facts = init_logger("vllm.eagle_mrv2"), Facts.of(self)
+        logger.info(facts.line())
+        for warning in facts.warnings():
+            logger.warning(warning)
+        if not self.loop.counter.shared:
+            logger.info("%s shows no counters in /metrics, as no front-end on this machine started the worker", METHOD)
 
-        release = installed_release()
-        supplied = [b.value for b in Behaviour if self.host.supplier(b, release) == METHOD and self.options.enabled(b)]
-        disabled = sorted(behaviour.value for behaviour in self.options.disable)
-        logits = "none, greedy"
-        if self.draft_logits is not None:
-            size = self.draft_logits.numel() * self.draft_logits.element_size() / 2**20
-            logits = f"{str(self.draft_logits.dtype).removeprefix('torch.')}, {size:.1f} MiB"
-        init_logger("vllm.eagle_mrv2").info(
-            "eagle_mrv2 %s drafts on vLLM %s: host %s, family %s, K=%d, draft prefill graphs %s, "
-            "draft decode graphs %s, draft logits %s, %ssupplied beyond this release: %s%s",
-            __version__,
-            vllm.__version__,
-            self.host.name,
-            self.request.family,
-            self.num_speculative_steps,
-            prefill_mode.name,
-            draft_decode_mode.name,
-            logits,
-            f"draft vocabulary {self._trimmed.size} of {self._trimmed.vocab_size}, " if self._trimmed else "",
-            ", ".join(sorted(supplied)) or "nothing",
-            f", disabled: {', '.join(disabled)}" if disabled else "",
-        )
+    @property
+    def _leads(self) -> bool:
+        """Whether this is the first of the ranks that draft the same."""
+        parallel = self.vllm_config.parallel_config
+        prefill_ranks = getattr(parallel, "prefill_context_parallel_size", 1)
+        return bool(parallel.rank % (parallel.tensor_parallel_size * prefill_ranks) == 0)
 
     # DraftHost, where all releases agree
 
@@ -394,6 +394,11 @@ class StockHost(DraftGraphs):
         return attn_metadata, self.slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
 
     # What a release does for them
+
+    @property
+    def builders_refresh(self) -> bool:
+        """Whether every builder of the draft can bring its decode metadata up to date on the device."""
+        raise NotImplementedError
 
     slot_mappings_by_layer: Callable[[torch.Tensor, Any], dict[str, torch.Tensor]]
 

@@ -61,7 +61,6 @@ class DraftGraphs:
         """Descriptors of the draft prefill graphs that hold the whole draft phase."""
         self._phase_runs: dict[tuple[int, int], GraphRun] = {}
         """Them as they were dispatched to, by a batch's requests and padded tokens."""
-        self._announced = False
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
@@ -115,9 +114,6 @@ class DraftGraphs:
             # ends, and the next engine could capture nothing (0.22 to 0.24).
             pool = torch.cuda.graph_pool_handle()
             self.prefill_cudagraph_manager.pool = self.decode_cudagraph_manager.pool = pool
-        if not self._announced:
-            self._announced = True
-            self._announce(cudagraph_mode, draft_decode_mode)
 
     @property
     def _eager(self) -> bool:
@@ -139,9 +135,6 @@ class DraftGraphs:
             group.get_metadata_builder(0).get_cudagraph_support(self.vllm_config, group.kv_cache_spec).value > 0
             for group in chain.from_iterable(self.attn_groups)
         )
-
-    def _announce(self, prefill_mode: Any, draft_decode_mode: Any) -> None:
-        """Called once the graph modes are known."""
 
     def _decode_capture_sizes(self) -> AbstractContextManager[None]:
         """In force while the builders and the manager of draft decodes take capture sizes from the configuration."""

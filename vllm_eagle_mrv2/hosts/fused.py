@@ -241,11 +241,6 @@ class FusedHost(StockHost):
     def refreshes_in_graph(self) -> bool:
         return self.needs_no_builder or self.builders_refresh
 
-    @property
-    def builders_refresh(self) -> bool:
-        """Whether every builder of the draft has a refresh that a graph can hold."""
-        raise NotImplementedError
-
     def refresh_by_builders(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
         for groups in self.attn_groups:
             for group in groups:

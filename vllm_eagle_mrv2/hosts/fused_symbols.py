@@ -124,7 +124,6 @@ FUSED: tuple[Symbol, ...] = (
     Symbol(_GROUP, "AttentionGroup.map_to_kernel_block_table", ("block_table",), releases=">=0.32"),
     Symbol(_GROUP, "AttentionGroup.kv_cache_group_id", releases=">=0.32"),
     # Graphs and data parallelism
-    Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager._capture_descs"),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.graphs"),
     Symbol(
         f"{GPU}.cudagraph_utils",

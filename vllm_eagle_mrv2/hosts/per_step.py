@@ -60,8 +60,7 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
     prefill_manager_class: type[PrefillCapture] = PrefillEagleCudaGraphManager
     decode_manager_class: type[DecodeCapture] = DecodeEagleCudaGraphManager
-
-    speculative_config: Any
+    builders_refresh = False  # known in `set_attn`
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         # Before the target's manager, not yet made, rounds them to multiples of K + 1 (0.20 to 0.24).
@@ -74,7 +73,6 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
                 "temperature; leave it at float32."
             )
         self._bound_lengths = self.options.enabled(Behaviour.LENGTHS_WITHOUT_SYNC)
-        self._builders_capturable = False  # known once there are any, at capture
         self._capturing = False
 
     @contextlib.contextmanager
@@ -89,6 +87,10 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
                 yield
         finally:
             compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = rounded
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        self.builders_refresh = self.block_tables.cp_size == 1 and all(map(_builds_on_device, self._builders()))
 
     def propose(self, *batch: Any, num_tokens_across_dp: Any = None, **how: Any) -> torch.Tensor:
         """Draft tokens [num_reqs, K] int64; the arguments are those of the stock speculator, which ignores one too."""
@@ -130,9 +132,6 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
         return GraphRun(descriptor, descriptor.cg_mode, full, descriptor.num_tokens, across_dp)
 
     def capture(self) -> None:
-        self._builders_capturable = self.needs_no_builder or (
-            self.block_tables.cp_size == 1 and all(map(_builds_on_device, self._builders()))
-        )
         self._capturing = True
         try:
             super().capture()
@@ -142,7 +141,7 @@ class PerStepHost(FollowsSchedule, OwnSampling, StockHost):
     @property
     def refreshes_in_graph(self) -> bool:
         return (
-            self._builders_capturable
+            (self.needs_no_builder or self.builders_refresh)
             and self._draft_lengths is None  # one graph holds one number of steps
             and self.options.enabled(Behaviour.FUSED_DRAFT_DECODE)
         )

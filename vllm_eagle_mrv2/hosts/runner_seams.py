@@ -1,12 +1,13 @@
 """What a speculator of ours needs of the target's runner beyond what vLLM hands it.
 
-Three more seams, made only in processes that build our speculator:
+Four more seams, made only in processes that build our speculator:
 
 * after ``GPUModelRunner.initialize_kv_cache``, which comes before every capture, it is given the requests' states and
   sampling parameters and the target's graph manager, and below 0.26 the target's buffers and attention groups, which
-  0.26 passes to ``set_attn`` (#48261);
+  0.26 passes to ``set_attn`` (#48261); then all is known of how it will draft, and it says so;
 * after ``GPUModelRunner.capture_model``, which returns without asking the speculator where the target has nothing to
   capture, as with an attention backend that has graphs for one token a request only: a draft decode has one;
+* after ``warmup_kernels``, whose made-up requests are forgotten;
 * around ``GPUModelRunner.post_kv_cache_wake_up`` (0.22 to 0.28), which puts new tensors in the place of those that slot
   mappings are computed from, while graphs of ours, and stock's own of 0.28, hold the addresses of the old ones.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
@@ -41,6 +43,7 @@ def install() -> None:
     """Wrap the methods, once."""
     wrap(GPUModelRunner, "initialize_kv_cache", lambda original: _followed_by(original, _hand_over))
     wrap(GPUModelRunner, "capture_model", lambda original: _followed_by(original, _capture))
+    wrap(gpu_worker, "warmup_kernels", lambda original: _followed_by(original, _forget))
     if hasattr(GPUModelRunner, "post_kv_cache_wake_up"):
         wrap(GPUModelRunner, "post_kv_cache_wake_up", _in_place)
 
@@ -62,6 +65,12 @@ def _hand_over(runner: Any, result: Any) -> Any:
     if isinstance(speculator, TakesTargetInputs):
         speculator.target_input_buffers = runner.input_buffers
         speculator.target_attn_groups = runner.attn_groups
+    speculator.announce()
+    return result
+
+
+def _forget(runner: Any, result: Any) -> Any:
+    runner.speculator.loop.counter.clear()
     return result
 
 

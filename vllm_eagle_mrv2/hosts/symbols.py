@@ -147,6 +147,13 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol("vllm.v1.worker.gpu_worker", "Worker.update_weights", why="wrapped there", releases="<0.21"),
     Symbol("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", why="wrapped there", releases=">=0.22"),
     Symbol("vllm.v1.worker.gpu_worker", "Worker.model_runner"),
+    Symbol(
+        "vllm.v1.worker.gpu_worker",
+        "warmup_kernels",
+        ("model_runner", "worker_execute_model", "worker_sample_tokens"),
+        why="wrapped to forget what it counts",
+    ),
+    Symbol(f"{_LAYERS}.linear", "LinearMethodBase", why="tells quantized layers"),
 )
 """What a draft's head and layers take (draft_logits.py, draft_vocab.py, row_products.py)."""
 
@@ -170,6 +177,16 @@ EVERYWHERE: tuple[Symbol, ...] = (
         (),
         why="says what Model Runner V2 does not serve",
         releases=">=0.22",
+    ),
+    Symbol(
+        "vllm.v1.metrics.prometheus",
+        "get_prometheus_registry",
+        (),
+        why="wrapped to show metrics of the drafts",
+    ),
+    *(
+        Symbol("vllm.config.parallel", f"ParallelConfig.{name}", why="says which rank counts and speaks")
+        for name in ("rank", "tensor_parallel_size", "data_parallel_index", "data_parallel_rank_local")
     ),
     Symbol(f"{GPU}.model_runner", "init_speculator", why="wrapped to make our speculator"),
     Symbol(
@@ -229,6 +246,9 @@ EVERYWHERE: tuple[Symbol, ...] = (
     ),
     Symbol("vllm.v1.worker.utils", "AttentionGroup.get_metadata_builder", ("ubatch_id",)),
     Symbol("vllm.v1.worker.utils", "AttentionGroup.kv_cache_spec"),
+    Symbol("vllm.v1.worker.utils", "AttentionGroup.backend", why="named in the start-up warnings"),
+    Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.cudagraph_mode", why="named in the start-up line"),
+    Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager._capture_descs", why="says which graphs there will be"),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.capture", ("create_forward_fn", "progress_bar_desc")),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.run_fullgraph", ("desc",)),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.pool"),

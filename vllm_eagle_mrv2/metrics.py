@@ -1,0 +1,62 @@
+"""Shows in vLLM's /metrics what is drafted with, and what the workers of the engine count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from vllm_eagle_mrv2 import __version__, counters
+from vllm_eagle_mrv2.method import Request
+
+_info: dict[str, str] = {}  # of the latest engine of this process that asked for eagle_mrv2
+_shown_by: WeakSet[CollectorRegistry] = WeakSet()
+
+
+def offer(vllm_config: Any, request: Request) -> None:
+    """Have the workers of an engine count, and this process show it."""
+    import vllm
+
+    counters.share_folder()
+    _info.update(
+        model_name=str(vllm_config.model_config.served_model_name),  # as vLLM labels its own
+        version=__version__,
+        vllm=vllm.__version__,
+        family=request.family,
+        num_speculative_tokens=str(vllm_config.speculative_config.num_speculative_tokens),
+    )
+
+
+def add_to(registry: CollectorRegistry) -> None:
+    """Show it in a registry, if an engine of this process asked for eagle_mrv2."""
+    if _info and registry not in _shown_by:
+        registry.register(DraftMetrics())
+        _shown_by.add(registry)
+
+
+class DraftMetrics(Collector):
+    """Metrics of the drafts, read when they are asked for."""
+
+    def collect(self) -> Iterator[Metric]:
+        """What drafts, and of each data-parallel rank the draft phases and the draft length in force."""
+        yield InfoMetricFamily("vllm_eagle_mrv2", "What drafts, on which vLLM.", value=_info)
+        paths = "; ".join(f"{path}, {how}" for path, how in counters.PATHS.items())
+        labels = ["model_name", "engine"]
+        phases = CounterMetricFamily(
+            "vllm_eagle_mrv2_draft_phases",
+            f"Draft phases, one a batch, by path ({paths}).",
+            labels=[*labels, "path"],
+        )
+        length = GaugeMetricFamily(
+            "vllm_eagle_mrv2_draft_length", "Draft tokens a request in the latest batch.", labels=labels
+        )
+        for rank, counts in counters.read_counts():
+            of_engine = [_info["model_name"], str(rank)]
+            for path, count in counts.phases.items():
+                phases.add_metric([*of_engine, path], count)
+            length.add_metric(of_engine, counts.draft_length)
+        yield phases
+        yield length
