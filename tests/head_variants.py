@@ -51,28 +51,26 @@ def write_head_of_last_state(folder: Path, texts: Sequence[Sequence[int]]) -> Pa
     """An EAGLE-3 head that takes no auxiliary states: it drafts what in ``texts`` mostly follows the token that the
     target's last hidden state makes the likeliest.
 
-    Its layer adds nothing to that state, its head has the target's rows of the tokens that something follows, and
-    ``d2t`` has for each the one that follows it. No token follows two.
+    Its layer adds nothing to that state, its head has the target's rows of some tokens, and ``d2t`` has the token that
+    follows in the place of each: no token follows two, and what nothing is known to follow gets any that is left.
     """
-    followers: dict[int, int] = {}
+    follows: dict[int, int] = {}
     for (token, follower), _ in Counter(pair for text in texts for pair in pairwise(text)).most_common():
-        if token not in followers and follower not in followers.values():
-            followers[token] = follower
-    tokens = torch.tensor(list(followers))
-    rows = load_file(support.PAIR / "target" / "model.safetensors")["model.embed_tokens.weight"]
+        if token not in follows and follower not in follows.values():
+            follows[token] = follower
 
     def of_last_state(weights: Weights) -> Weights:
-        silent = {
-            name: weights[name].zero_() for name in weights if name.endswith(("o_proj.weight", "down_proj.weight"))
+        rows = load_file(support.PAIR / "target" / "model.safetensors")["model.embed_tokens.weight"]
+        left = [[token for token in range(len(rows)) if token not in known] for known in (follows, follows.values())]
+        pairs = torch.tensor([*follows.items(), *zip(*left, strict=True)][: len(weights["d2t"])])
+        added = [name for name in weights if name.endswith(("o_proj.weight", "down_proj.weight"))]
+        return {
+            **{name: each for name, each in weights.items() if name not in ("fc.weight", "t2d")},
+            **{name: torch.zeros_like(weights[name]) for name in added},
+            "norm.weight": torch.ones_like(weights["norm.weight"]),
+            "lm_head.weight": rows[pairs[:, 0]].clone(),
+            "d2t": pairs[:, 1] - torch.arange(len(pairs)),
         }
-        unscaled = {"norm.weight": torch.ones_like(weights["norm.weight"])}
-        to_target = torch.tensor(list(followers.values())) - torch.arange(len(tokens))
-        others = {name: each for name, each in weights.items() if name not in ("fc.weight", "t2d")}
-        return others | silent | unscaled | {"lm_head.weight": rows[tokens].clone(), "d2t": to_target}
 
-    changed = {
-        "draft_vocab_size": len(tokens),
-        "eagle_aux_hidden_state_layer_ids": None,
-        "eagle_config": {"use_aux_hidden_state": False},
-    }
-    return write_head(folder, "eagle3", changed, of_last_state)
+    alone = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"use_aux_hidden_state": False}}
+    return write_head(folder, "eagle3", alone, of_last_state)

@@ -176,7 +176,8 @@ def test_no_auxiliary_states_between_stages(version: str, refused: bool, tmp_pat
         fit_to_target(config, Version(version))
 
 
-def test_compiled_models_are_cached_by_draft(tmp_path: Path) -> None:
-    """The length of RoPE's table is compiled in."""
+def test_compiled_models_are_cached_by_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of RoPE's table is compiled in, of which vLLM's own name below 0.26 says nothing."""
+    monkeypatch.setattr(SpeculativeConfig, "compute_hash", lambda self: "eagle")
     longer = [configure(tmp_path, "eagle_mrv2", max_position_embeddings=times * CONTEXT) for times in (2, 4)]
     assert len({config.compute_hash() for config in longer}) == 2

@@ -159,7 +159,19 @@ EVERYWHERE: tuple[Symbol, ...] = (
         why="wrapped to select Model Runner V2",
         releases=">=0.22",
     ),
+    *(
+        Symbol("vllm.config.speculative", f"SpeculativeConfig.{name}", why="the draft is fitted to the target")
+        for name in ("draft_model_config", "target_model_config", "target_parallel_config")
+    ),
+    *(
+        Symbol("vllm.config.model", f"ModelConfig.{name}", why="read or replaced there")
+        for name in ("hf_config", "hf_text_config", "max_model_len")
+    ),
+    Symbol("vllm.config.model", "ModelConfig.compute_hash", (), why="tells drafts apart in caches"),
     Symbol(f"{GPU}.model_runner", "init_speculator", why="wrapped to make our speculator"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.load_model", why="wrapped to spare auxiliary hidden states"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.use_aux_hidden_state_outputs", why="set there"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.speculative_config"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.capture_model", why="wrapped for a draft whose target has no graphs"),
     Symbol(
         f"{GPU}.model_runner",
