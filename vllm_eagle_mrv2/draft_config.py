@@ -5,7 +5,9 @@ vLLM pickles the configuration into every worker, so that each builds the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -43,7 +45,7 @@ def _eagle_config(config: Any) -> Mapping[str, Any]:
 
 
 def _fit_positions(config: Any, release: Version) -> None:
-    """As vLLM does from 0.27 on, and for MTP from 0.33 on (#48894, #49343)."""
+    """As vLLM does for EAGLE from 0.27 on (#48894, #49343), and for MTP from 0.33 on (#57941)."""
     draft, needed = config.draft_model_config, config.target_model_config.max_model_len
     ropes = _ropes(draft.hf_text_config)
     if ropes.keys() <= _GROWING_TABLE:
@@ -63,7 +65,8 @@ def _fit_positions(config: Any, release: Version) -> None:
 
 def _ropes(hf_config: Any) -> dict[str, Mapping[str, Any]]:
     """Parameters of RoPE by its type; layers may differ in it."""
-    given = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    named = (getattr(hf_config, name, None) for name in ("rope_parameters", "rope_scaling"))
+    given: Mapping[str, Any] = next((each for each in named if each and isinstance(each, Mapping)), {})
     by_layer_type = [each for each in given.values() if isinstance(each, Mapping)]
     return {str(each.get("rope_type", each.get("type", "default"))): each for each in by_layer_type or [given]}
 
@@ -85,20 +88,18 @@ def _fit_auxiliary_layers(config: Any, release: Version) -> None:
                 "between pipeline stages all the same; use tensor parallelism."
             )
         return
-    layers = getattr(draft, _LAYERS, None) or eagle_config.get(_LAYERS) or eagle_config.get("layer_ids")
+    layers = getattr(draft, _LAYERS, None) or eagle_config.get(_LAYERS) or eagle_config.get("layer_ids") or ()
     declared = getattr(draft, "num_aux_layers", None) or getattr(draft, "num_aux_hidden_states", None)
-    if not layers:
-        if declared not in (None, _USUAL_LAYERS):
-            raise EagleMRV2Error(
-                f"the EAGLE-3 head {config.model} combines {declared} layers of its target, and its configuration "
-                f"does not say which; add {_LAYERS} to its config.json."
-            )
-        return
-    if declared not in (None, len(layers)):
+    known = len(layers) or _USUAL_LAYERS
+    combined = _states_in_checkpoint(Path(config.model), draft) or declared or known
+    if combined != known:
+        named = f"names {known}" if layers else "does not say which"
         raise EagleMRV2Error(
-            f"the EAGLE-3 head {config.model} combines {declared} layers of its target, and its configuration "
-            f"names {len(layers)}; correct {_LAYERS} in its config.json."
+            f"the EAGLE-3 head {config.model} combines {combined} layers of its target, and its configuration {named}; "
+            f"correct {_LAYERS} in its config.json."
         )
+    if not layers:
+        return
     of_target = getattr(config.target_model_config.hf_text_config, "num_hidden_layers", max(layers))
     if len(set(layers)) < len(layers) or not 0 <= min(layers) <= max(layers) <= of_target:
         raise EagleMRV2Error(
@@ -112,3 +113,18 @@ def _fit_auxiliary_layers(config: Any, release: Version) -> None:
         )
     setattr(draft, _LAYERS, list(layers))
     draft.num_aux_hidden_states = len(layers)
+
+
+def _states_in_checkpoint(folder: Path, draft: Any) -> int | None:
+    """How many hidden states ``fc`` combines in a local checkpoint; None where it does not say."""
+    from safetensors import SafetensorError, safe_open
+
+    width = getattr(draft, "target_hidden_size", None) or draft.hidden_size
+    with contextlib.suppress(SafetensorError, OSError):  # whoever loads it says more
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="np") as checkpoint:
+                for name in sorted(checkpoint.keys()):
+                    if name.split(".")[-2:] == ["fc", "weight"]:
+                        states, rest = divmod(checkpoint.get_slice(name).get_shape()[1], width)
+                        return None if rest else int(states)
+    return None

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
+from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
 
@@ -147,11 +149,15 @@ def test_layers_of_the_target(head: dict[str, Any], expected: tuple[Any, Any], t
     ("head", "version", "sentence"),
     [
         ({LAYERS: [1, 2]}, "0.20.2", "combines 2 layers of its target, and vLLM 0.20.2 builds every head for 3;"),
-        ({"num_aux_hidden_states": 4}, "0.32.0", "combines 4 layers of its target, and its .* does not say which;"),
+        (
+            {"num_aux_hidden_states": 4},
+            "0.32.0",
+            "combines 4 layers of its target, and its configuration does not say which;",
+        ),
         (
             {LAYERS: [1, 2], "num_aux_hidden_states": 3},
             "0.32.0",
-            "combines 3 layers of its target, and its .* names 2;",
+            "combines 3 layers of its target, and its configuration names 2;",
         ),
         ({LAYERS: [2, 5]}, "0.32.0", "combines the layers 2, 5 of a target that has 4;"),
         ({LAYERS: [2, 2, 1]}, "0.32.0", "combines the layers 2, 2, 1 of a target that has 4;"),
@@ -162,6 +168,27 @@ def test_layers_that_cannot_be_had(head: dict[str, Any], version: str, sentence:
     with pytest.raises(EagleMRV2Error, match=sentence) as refused:
         fit_to_target(config, Version(version))
     assert str(refused.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("states", "head", "sentence"),
+    [
+        (3, {}, None),
+        (2, {}, "combines 2 layers of its target, and its configuration does not say which;"),
+        (2, {LAYERS: [1, 2]}, None),
+        (2, {LAYERS: [1, 2, 3]}, "combines 2 layers of its target, and its configuration names 3;"),
+        (2, {"target_hidden_size": 32, LAYERS: [1, 2, 3, 4]}, None),
+        (1.5, {LAYERS: [1, 2]}, None),  # of another hidden size: that is for others to say
+    ],
+)
+def test_layers_by_the_checkpoint(states: float, head: dict[str, Any], sentence: str | None, tmp_path: Path) -> None:
+    config = configure(tmp_path, "eagle3", **EAGLE3, **head).speculative_config
+    save_file({"model.fc.weight": torch.zeros(64, int(64 * states))}, tmp_path / "head" / "model.safetensors")
+    if sentence is None:
+        fit_to_target(config, Version("0.22.1"))
+        return
+    with pytest.raises(EagleMRV2Error, match=sentence):
+        fit_to_target(config, Version("0.22.1"))
 
 
 @pytest.mark.parametrize(("version", "refused"), [("0.32.0", True), ("0.33.0", False)])
