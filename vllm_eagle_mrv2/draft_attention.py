@@ -75,6 +75,7 @@ def install(
     target: torch.nn.Module,
     block_size: int = 16,
     positions: torch.Tensor | None = None,
+    max_model_len: int = 0,
 ) -> bool:
     """Have a draft's plain FlashAttention and FlashInfer layers attend so where a batch has one token a request.
 
@@ -86,6 +87,8 @@ def install(
         block_size: tokens in a block of the cache, for which the kernel is compiled ahead.
         positions: [T] int64, in whose first rows every pass of the draft has its tokens' positions; None leaves RoPE
             where it is.
+        max_model_len: no position reaches it; our kernel reads RoPE's table unchecked, so that one with fewer rows
+            stays where it is.
 
     Returns:
         whether these are all attention layers of the draft, so that `DecodeMetadata` is all that draft decodes need.
@@ -94,7 +97,7 @@ def install(
     layers = [module for module in draft.modules() if id(module) not in shared and hasattr(module, "impl")]
     kernels: dict[tuple[int, ...], SingleTokenAttention] = {}
     plain = [layer for layer in layers if _is_plain(layer.impl)]
-    ropes = {} if positions is None else _take_ropes(draft, plain, positions)
+    ropes = {} if positions is None else _take_ropes(draft, plain, positions, max_model_len)
     for layer in plain:
         _attend_by_ours(layer.impl, kernels, ropes.get(id(layer)))
     weight = next(draft.parameters(), None)
@@ -116,7 +119,9 @@ def install(
     return all_are
 
 
-def _take_ropes(draft: torch.nn.Module, layers: list[Any], positions: torch.Tensor) -> dict[int, Rope]:
+def _take_ropes(
+    draft: torch.nn.Module, layers: list[Any], positions: torch.Tensor, max_model_len: int
+) -> dict[int, Rope]:
     """Have modules leave RoPE to their attention layers, where these are among the given; by the layer's identity."""
     known = {id(layer) for layer in layers}
     taken: dict[int, Rope] = {}
@@ -126,6 +131,7 @@ def _take_ropes(draft: torch.nn.Module, layers: list[Any], positions: torch.Tens
             id(layer) in known
             and class_path(type(module)) == _ATTENTION
             and _is_plain_rope(module.rotary_emb, layer.impl)
+            and len(module.rotary_emb.cos_sin_cache) >= max_model_len
         ):
             module.rotary_emb = taken[id(layer)] = Rope(module.rotary_emb, positions)
     return taken

@@ -28,6 +28,7 @@ from pydantic import ValidationError
 
 from vllm_eagle_mrv2 import kill_switch, last_line, one_model, worker_check
 from vllm_eagle_mrv2.checkpoints import Reader, check_weights
+from vllm_eagle_mrv2.draft_config import fit_to_target
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.heads import check_fit
 from vllm_eagle_mrv2.method import (
@@ -113,6 +114,9 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
                 self.speculative_config = {**self.speculative_config, MARKER: request}
             check_translated(config, request)
             check_fit(config)
+            from vllm_eagle_mrv2 import hosts
+
+            fit_to_target(config, hosts.installed_release())
             mark(config, request)
             return config
 
@@ -258,9 +262,12 @@ def _short_form_first(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _name_in_caches(config: Any) -> None:
-    """Have vLLM cache compiled models of this engine apart from those of stock's method, which lack our operators."""
+    """Have vLLM cache compiled models of this engine apart from those of stock's method, which lack our operators, and
+    of other drafts for its target: below 0.30 the caches do not tell all of them apart.
+    """
     if isinstance(config.additional_config, dict):
-        config.additional_config = {OPTIONS_KEY: {}, **config.additional_config}
+        draft = {f"{OPTIONS_KEY}_draft": config.speculative_config.draft_model_config.compute_hash()}
+        config.additional_config = {OPTIONS_KEY: {}, **config.additional_config, **draft}
 
 
 def _select_v2_by_environment(request: Request | None) -> None:

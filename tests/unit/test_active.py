@@ -57,6 +57,7 @@ FAST = Facts(
     products_cached=True,
     quantized=(),
     attention=True,
+    skips_unused=False,
     asks_dynamic=False,
     dynamic=False,
 )

@@ -333,6 +333,17 @@ def test_another_rope_stays(other: dict[str, Any], rope_is_left: Callable[..., A
     assert not isinstance(module.rotary_emb, draft_attention.Rope)
 
 
+@pytest.mark.parametrize(("max_model_len", "taken"), [(64, True), (65, False)])
+def test_a_table_with_fewer_rows_than_positions_stays(
+    max_model_len: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernel would read beyond it."""
+    monkeypatch.setattr(draft_attention, "_ATTENTION", f"{Module.__module__}.{Module.__qualname__}")
+    module, positions = Module({"max_position_embeddings": 64}), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    draft_attention.install(nn.ModuleList([module]), nn.Module(), positions=positions, max_model_len=max_model_len)
+    assert isinstance(module.rotary_emb, draft_attention.Rope) is taken
+
+
 def test_without_positions_rope_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_attention, "_ATTENTION", f"{Module.__module__}.{Module.__qualname__}")
     module = Module({})

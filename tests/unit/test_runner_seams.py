@@ -39,6 +39,8 @@ class TakesInputs(runner_seams.TakesTargetInputs, Speculator):
 class Runner:
     """A runner whose target may have nothing to capture."""
 
+    speculative_config: Any
+
     def __init__(self, speculator: Any, *, target_graphs: bool) -> None:
         self.speculator = speculator
         self.sampler = SimpleNamespace(sampling_states="states")
@@ -47,6 +49,7 @@ class Runner:
         self.cudagraph_manager = SimpleNamespace(needs_capture=lambda: target_graphs)
         self.kv_connector = SimpleNamespace(reset_capture_state=lambda: setattr(self, "reset", True))
         self.reset = False
+        self.use_aux_hidden_state_outputs = True
         with torch.inference_mode():  # as vLLM's runner may make them
             self.block_tables = SimpleNamespace(sizes=torch.tensor([7]), count=1)
 
@@ -55,6 +58,9 @@ class Runner:
 
     def initialize_kv_cache(self, config: Any) -> str:
         return f"result of {config}"
+
+    def load_model(self) -> bool:
+        return self.use_aux_hidden_state_outputs
 
     def capture_model(self) -> int:
         if self.cudagraph_manager.needs_capture():
@@ -65,7 +71,7 @@ class Runner:
 
 @pytest.fixture(autouse=True)
 def seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("initialize_kv_cache", "capture_model", "post_kv_cache_wake_up"):
+    for name in ("load_model", "initialize_kv_cache", "capture_model", "post_kv_cache_wake_up"):
         monkeypatch.setattr(Runner, name, getattr(Runner, name))  # undone after the test
     monkeypatch.setattr(runner_seams, "GPUModelRunner", Runner)
     monkeypatch.setattr(runner_seams.torch.cuda, "mem_get_info", iter([(500, 0), (430, 0)]).__next__)
@@ -130,6 +136,20 @@ def test_graphs_find_the_block_tables_after_a_sleep(ours: bool) -> None:
 def test_nothing_more_to_capture(speculator: Any, target_graphs: bool, captures: int, size: int) -> None:
     assert Runner(speculator, target_graphs=target_graphs).capture_model() == size
     assert speculator.captures == captures
+
+
+@pytest.mark.parametrize(
+    ("eagle_config", "returned"),
+    [(None, True), ({"use_aux_hidden_state": True}, True), ({"use_aux_hidden_state": False}, False)],
+    ids=str,
+)
+@pytest.mark.parametrize("ours", [True, False])
+def test_auxiliary_states_that_the_draft_does_not_take(ours: bool, eagle_config: Any, returned: bool) -> None:
+    """The target is spared to return them before it is told which."""
+    runner = Runner(Speculator() if ours else SimpleNamespace(), target_graphs=True)
+    draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_config=eagle_config))
+    runner.speculative_config = SimpleNamespace(method="eagle3", draft_model_config=draft)
+    assert runner.load_model() is (returned or not ours)
 
 
 def test_other_speculators_are_left_alone() -> None:

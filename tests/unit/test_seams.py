@@ -151,7 +151,8 @@ def test_compiled_models_are_cached_apart_from_stocks(models: dict[str, str]) ->
     engines = [ask(models, "eagle"), ask(models), ask(models, additional_config=given)]
     assert len({arguments.create_engine_config().compute_hash() for arguments in engines}) == 3
     other = {"of somebody else": 1}
-    assert ask(models, additional_config=other).create_engine_config().additional_config == other | {"eagle_mrv2": {}}
+    named = ask(models, additional_config=other).create_engine_config().additional_config
+    assert named == other | {"eagle_mrv2": {}, "eagle_mrv2_draft": named["eagle_mrv2_draft"]}
     assert other == {"of somebody else": 1}
     assert ask(models, "eagle").create_engine_config().additional_config == {}
 

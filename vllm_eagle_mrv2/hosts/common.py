@@ -133,7 +133,9 @@ class StockHost(DraftGraphs):
             block_size = self.vllm_config.cache_config.block_size or 16
             # A rank that runs a part of the tokens does so at positions of its own.
             positions = None if self._prefills_in_parts else self.loop.buffers.positions
-            self._attends_by_ours = draft_attention.install(self.model, target_model, block_size, positions)
+            self._attends_by_ours = draft_attention.install(
+                self.model, target_model, block_size, positions, self.max_model_len
+            )
         if self.options.enabled(Behaviour.ROW_PRODUCTS):
             few = self._draft_few_rows if greedy and offsets is None else None
             self._products = row_products.install(self.model, target_model, self._draft_logits, few)

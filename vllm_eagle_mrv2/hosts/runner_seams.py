@@ -1,7 +1,9 @@
 """What a speculator of ours needs of the target's runner beyond what vLLM hands it.
 
-Four more seams, made only in processes that build our speculator:
+Five more seams, made only in processes that build our speculator:
 
+* before ``GPUModelRunner.load_model``, the target is spared to return auxiliary hidden states that the draft does not
+  take; below 0.33 stock has it return them for every EAGLE-3 head, and starts from them;
 * after ``GPUModelRunner.initialize_kv_cache``, which comes before every capture, it is given the requests' states and
   sampling parameters and the target's graph manager, and below 0.26 the target's buffers and attention groups, which
   0.26 passes to ``set_attn`` (#48261); then all is known of how it will draft, and it says so;
@@ -25,6 +27,7 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
+from vllm_eagle_mrv2.draft_config import takes_auxiliary_states
 from vllm_eagle_mrv2.hosts.common import StockHost
 from vllm_eagle_mrv2.hosts.unused_drafts import keep_longest_lengths
 from vllm_eagle_mrv2.seams import wrap
@@ -41,6 +44,7 @@ class TakesTargetInputs:
 
 def install() -> None:
     """Wrap the methods, once."""
+    wrap(GPUModelRunner, "load_model", _without_unread_states)
     wrap(GPUModelRunner, "initialize_kv_cache", lambda original: _followed_by(original, _hand_over))
     wrap(GPUModelRunner, "capture_model", lambda original: _followed_by(original, _capture))
     wrap(gpu_worker, "warmup_kernels", lambda original: _followed_by(original, _forget))
@@ -52,6 +56,15 @@ def _followed_by(original: Callable[..., Any], after: Callable[[Any, Any], Any])
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         return after(self, result) if isinstance(self.speculator, StockHost) else result
+
+    return wrapped
+
+
+def _without_unread_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.speculator, StockHost) and not takes_auxiliary_states(self.speculative_config):
+            self.use_aux_hidden_state_outputs = False
+        return original(self, *args, **kwargs)
 
     return wrapped
 

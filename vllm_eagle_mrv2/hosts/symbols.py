@@ -200,6 +200,18 @@ EVERYWHERE: tuple[Symbol, ...] = (
     Symbol("vllm.v1.executor.abstract", "Executor.shutdown", (), why="that"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.speculator", why="looked at there"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.is_last_pp_rank", why="looked at there too"),
+    *(
+        Symbol("vllm.config.speculative", f"SpeculativeConfig.{name}", why="the draft is fitted to the target")
+        for name in ("draft_model_config", "target_model_config", "target_parallel_config")
+    ),
+    *(
+        Symbol("vllm.config.model", f"ModelConfig.{name}", why="read or replaced there")
+        for name in ("hf_config", "hf_text_config", "max_model_len")
+    ),
+    Symbol("vllm.config.model", "ModelConfig.compute_hash", (), why="tells drafts apart in caches"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.load_model", why="wrapped to spare auxiliary hidden states"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.use_aux_hidden_state_outputs", why="set there"),
+    Symbol(f"{GPU}.model_runner", "GPUModelRunner.speculative_config"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.capture_model", why="wrapped for a draft whose target has no graphs"),
     Symbol(
         f"{GPU}.model_runner",
