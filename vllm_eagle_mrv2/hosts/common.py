@@ -6,6 +6,7 @@ are attributes of the stock class, and those stand in the hosts' lists of needed
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -162,6 +163,7 @@ class StockHost(DraftGraphs):
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Make the draft's metadata builders; vLLM may call this again."""
+        self._take_limit()
         super().set_attn(*args, **kwargs)
         if self._attends_by_ours:
             for builder in self._builders():
@@ -170,6 +172,13 @@ class StockHost(DraftGraphs):
         self.slot_table = _slot_table(self.block_tables)
         if self.filters_drafts:
             self._filter_draft_logits()
+
+    def _take_limit(self) -> None:
+        """Take vLLM's limit, which may have been fitted to the memory since the speculator was made (#57034)."""
+        limit = self.vllm_config.model_config.max_model_len
+        if "max_model_len" in vars(self):  # a property from 0.33 on
+            self.max_model_len = limit
+        self.loop.config = dataclasses.replace(self.loop.config, max_model_len=limit)
 
     def _builders(self) -> list[Any]:
         return [group.get_metadata_builder(0) for group in chain.from_iterable(self.attn_groups)]

@@ -96,13 +96,6 @@ class FusedHost(StockHost):
         stock: tuple[torch.dtype, float] = super().draft_logits_spec(vllm_config)  # type: ignore[misc]
         return stock if self.options.draft_logits_dtype == "head" else (torch.float32, stock[1])
 
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Take the target's builders and buffers; vLLM may call this again."""
-        super().set_attn(*args, **kwargs)  # type: ignore[misc]
-        # vLLM may have fitted the limit to the memory since the speculator was made.
-        limit = self.vllm_config.model_config.max_model_len
-        self.loop.config = dataclasses.replace(self.loop.config, max_model_len=limit)
-
     @property
     def decodes_follow_prefill(self) -> bool:
         return super().decodes_follow_prefill and self._draft_lengths is None and self.pcp_manager is None
