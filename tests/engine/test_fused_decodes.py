@@ -15,7 +15,9 @@ from fake_graphs import SIZES, Draw
 from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, runner_of, speculator_of
 
 from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.counters import read_counts
 from vllm_eagle_mrv2.hosts import installed_host, installed_release
+from vllm_eagle_mrv2.hosts.active import Facts
 
 fused = pytest.importorskip("vllm_eagle_mrv2.hosts.fused", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu captures graphs")
@@ -238,6 +240,11 @@ def test_one_graph_for_prefill_and_decodes(
     with engine("eagle_mrv2", k=K, options={"disable": disable}) as llm:
         speculator = speculator_of(llm)
         replayed = draft_phase_graphs(llm)
+        facts = Facts.of(speculator)
+        assert (Behaviour.ONE_DRAFT_GRAPH in facts.active) is not bool(disable)
+        assert facts.fused
+        assert not list(facts.warnings())
+        before = dict(read_counts())[0].phases
         dispatched: list[int] = []
         dispatch, dispatch_prefill = speculator.dispatch_decode, speculator.dispatch_prefill
         speculator.dispatch_decode = lambda batch: (
@@ -252,6 +259,8 @@ def test_one_graph_for_prefill_and_decodes(
         assert acceptance.by_position == pytest.approx(by_steps, abs=0.03)
         # Five requests in a graph of eight: three rows of padding.
         assert {descriptor.num_reqs for descriptor in replayed} >= {8}
+        took = {path for path, count in dict(read_counts())[0].phases.items() if count > before[path]}
+        assert took == ({"fused"} if disable else {"one_graph", "fused"})
         # Prompts go through a prefill alone, and then through draft decodes.
         assert dispatched
         assert (K + 1 in dispatched) is bool(disable)

@@ -14,6 +14,7 @@ from support import (
     Acceptance,
     engine,
     greedy,
+    has_cuda,
     held_out_prompts,
     recorded_log,
     recorded_max_seq_lens,
@@ -83,6 +84,12 @@ def drafting(request: pytest.FixtureRequest, targets: Targets) -> Iterator[Draft
 def test_the_start_is_announced_once(drafting: Drafting) -> None:
     (line,) = (line for line in drafting.log if "drafts on vLLM" in line)
     assert f"host {installed_host().name}, family {drafting.family}, K={K}," in line
+    active = line.partition("active beyond this release: ")[2].split(", ")
+    assert "draft_top_k_top_p" in active
+    assert not {"local_argmax", "two_stage_argmax"}.intersection(active), "one rank, and drafts are sampled"
+    if not has_cuda():
+        assert not {"one_draft_graph", "row_products", "single_token_attention"}.intersection(active)
+        assert drafting.log == [line]
 
 
 def test_greedy_text_slots_and_acceptance(drafting: Drafting) -> None:
