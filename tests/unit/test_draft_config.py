@@ -39,6 +39,15 @@ LLAMA = {
 }
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
 LAYERS = "eagle_aux_hidden_state_layer_ids"
+MTP = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "head_dim": 32,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +59,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def configure(folder: Path, method: str, **head: Any) -> Any:
+def configure(folder: Path, method: str, *, target: dict[str, Any] = LLAMA, **head: Any) -> Any:
     """The engine's configuration of a target with a head that has these fields."""
-    for name, config in (("target", LLAMA), ("head", {**LLAMA, "num_hidden_layers": 1, **head})):
+    for name, config in (("target", target), ("head", {**LLAMA, "num_hidden_layers": 1, **head})):
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
     return EngineArgs(
@@ -94,6 +103,12 @@ LLAMA3 = {
 )
 def test_a_draft_has_its_targets_positions(method: str, head: dict[str, Any], expected: int, tmp_path: Path) -> None:
     assert positions(configure(tmp_path, method, **head)) == expected
+
+
+def test_an_mtp_layer_of_another_copy_of_the_target(tmp_path: Path) -> None:
+    target = {**LLAMA, **MTP}
+    head = {**target, "max_position_embeddings": 32}
+    assert positions(configure(tmp_path, "eagle_mrv2:mtp", target=target, **head)) == CONTEXT
 
 
 def yarn(factor: float) -> dict[str, Any]:
