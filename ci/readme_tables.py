@@ -1,4 +1,4 @@
-"""Writes the generated sections of README.md: what the hosts say of themselves, and what ci/results/ measured.
+"""Writes the generated sections of README.md and docs/: what the code says of itself, and what ci/results/ measured.
 
     python ci/readme_tables.py            rewrite them
     python ci/readme_tables.py --check    exit with 1 and the names of those that are stale
@@ -20,11 +20,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.cli.recorded import recorded
+from vllm_eagle_mrv2.fixes import FIXES
 from vllm_eagle_mrv2.hosts import all_hosts, host_for, supported
 
 ROOT = Path(__file__).resolve().parents[1]
+README, FIXES_PAGE = ROOT / "README.md", ROOT / "docs" / "fixes.md"
 RESULTS = ROOT / "ci" / "results"
-CELLS = {"stock": "·", "eagle_mrv2": "●", "-": "-"}
+CELLS = {"stock": "·", "eagle_mrv2": "●", "-": "-", "not applicable": "-", "not possible": "✗"}
 _MARKER = "<!-- {}: {} -->"
 HEADLINES = (
     "1b eagle, K=3, batch 1",
@@ -175,6 +177,25 @@ def behaviours_section() -> str:
     return _table(["vLLM 0.", *heads], rows, ":-:") + f"\n\n{legend}"
 
 
+def fixes_section() -> str:
+    """Who mends each fault on each release."""
+    columns = releases()
+    rows = [
+        [
+            f"{fix.symptom}{f' ({fix.upstream})' if fix.upstream else ''}",
+            *(CELLS[fix.state(Version(release))] for release in columns),
+            fix.why,
+        ]
+        for fix in FIXES
+    ]
+    heads = [_minor(release).partition(".")[2] for release in columns]
+    legend = (
+        f"{CELLS['eagle_mrv2']} `eagle_mrv2` mends it, {CELLS['stock']} stock is without it, "
+        f"{CELLS['-']} the release lacks what it is about, {CELLS['not possible']} it stays, for the reason given."
+    )
+    return _table(["vLLM 0.", *heads, "why it stays"], rows, ":-:") + f"\n\n{legend}"
+
+
 def results_section() -> str:
     """Where each release ran and what came out."""
     results = read_results()
@@ -297,7 +318,8 @@ def _table(heads: list[str], rows: list[list[str]], rule: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {
+Sections = Mapping[str, Callable[[], str]]
+SECTIONS: Sections = {
     "supported": supported_section,
     "behaviours": behaviours_section,
     "results": results_section,
@@ -306,26 +328,27 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "alone": alone_section,
     "metadata": metadata_section,
 }
+PAGES: Mapping[Path, Sections] = {README: SECTIONS, FIXES_PAGE: {"fixes": fixes_section}}
 
 
-# README.md
+# The pages
 
 
-def rewrite(text: str) -> tuple[str, list[str]]:
+def rewrite(text: str, sections: Sections = SECTIONS) -> tuple[str, list[str]]:
     """The text with its sections made anew, and the names of those that were stale.
 
     Raises:
         Stale: a section has no place in the text, or a place has no section.
     """
     marked = re.findall(r"<!-- generated: (\S+) -->", text)
-    if sorted(marked) != sorted(SECTIONS):
-        raise Stale(f"README.md has places for {sorted(marked)}, and the sections are {sorted(SECTIONS)}")
+    if sorted(marked) != sorted(sections):
+        raise Stale(f"there are places for {sorted(marked)}, and the sections are {sorted(sections)}")
     stale = []
-    for name, make in SECTIONS.items():
+    for name, make in sections.items():
         before, start, rest = text.partition(_MARKER.format("generated", name) + "\n")
         old, end, after = rest.partition(_MARKER.format("end", name))
         if not (start and end):
-            raise Stale(f"README.md has no end of the section {name}")
+            raise Stale(f"there is no end of the section {name}")
         new = make() + "\n"
         if new != old:
             stale.append(name)
@@ -337,19 +360,22 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 where something is stale")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the file")
+    parser.add_argument("--readme", type=Path, help="this file in place of README.md, and no other")
     options = parser.parse_args(arguments)
-    text = options.readme.read_text(encoding="utf-8")
-    try:
-        new, stale = rewrite(text)
-    except Stale as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    pages = PAGES if options.readme is None else {options.readme: SECTIONS}
+    stale: list[str] = []
+    for page, sections in pages.items():
+        try:
+            new, of_page = rewrite(page.read_text(encoding="utf-8"), sections)
+        except Stale as error:
+            print(f"error: {page.name}: {error}", file=sys.stderr)
+            return 1
+        stale += of_page
+        if of_page and not options.check:
+            page.write_text(new, encoding="utf-8")
     if options.check:
         print(f"stale: {', '.join(stale)}: run python ci/readme_tables.py" if stale else "up to date")
         return int(bool(stale))
-    if stale:
-        options.readme.write_text(new, encoding="utf-8")
     print(f"rewrote {', '.join(stale)}" if stale else "up to date")
     return 0
 
