@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import wrapt
+from pydantic import ValidationError
 
 from vllm_eagle_mrv2 import last_line, one_model
 from vllm_eagle_mrv2.checkpoints import Reader, check_weights
@@ -89,6 +90,12 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
             self.speculative_config = {k: v for k, v in self.speculative_config.items() if k != MARKER}
             try:
                 config = original(self, *args, **kwargs)
+            except (ValueError, NotImplementedError) as error:
+                draft = self.speculative_config.get("model", "in the target")
+                raise EagleMRV2Error(
+                    f"vLLM refuses the draft {draft} for method={request.family} ({_reason(error)}); give a draft, or "
+                    "settings of the speculative configuration, that it takes."
+                ) from error
             finally:
                 self.speculative_config = {**self.speculative_config, MARKER: request}
             check_translated(config, request)
@@ -113,6 +120,15 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
         wrapped = functools.wraps(original_add.__func__)(add_cli_args(original_add.__func__))
         wrapped._eagle_mrv2_original = original_add.__func__  # type: ignore[attr-defined]
         engine_args.add_cli_args = staticmethod(wrapped)
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an error of vLLM's, which may be a validation error of many lines or list everything."""
+    text = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        text = f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()
+    return text.strip().partition("\n")[0].partition(". ")[0].removeprefix("Value error, ").rstrip(".")
 
 
 def check_translated(config: Any, request: Request) -> None:
