@@ -75,6 +75,11 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
             request = take_request(self)
             _select_v2_by_environment(request)
             config = original(self, *args, **kwargs)
+            if request is not None and request_of(config.speculative_config) is None:
+                raise EagleMRV2Error(
+                    f"vLLM replaced the speculative configuration that asked for method={METHOD}; give the target as "
+                    "the model, and the draft as model of the speculative configuration."
+                )
             if request is not None:
                 _name_in_caches(config)
             return config

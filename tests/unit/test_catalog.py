@@ -78,7 +78,7 @@ MISFITS = [
     ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", QWEN3, "a vocabulary of 128256 tokens"),
     ("abhigoyal/EAGLE-llama2-chat-7B-vllm", LLAMA_3, "a vocabulary of 32000 tokens"),
     ("RedHatAI/Qwen3-8B-speculator.eagle3", QWEN3_MOE, "hidden states of size 4096"),
-    ("AngelSlim/Qwen3-8B_eagle3", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "hidden states of size 4096"),
+    ("AngelSlim/Qwen3-8B_eagle3", GPT_OSS, "hidden states of size 4096"),
     ("lmsys/DeepSeek-V3-NextN", KIMI, "a vocabulary of 129280 tokens"),
 ]
 COMMON = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True, "max_model_len": 1024}

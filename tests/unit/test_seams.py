@@ -678,6 +678,7 @@ def engine_that_reads(speculative: Any) -> Any:
     class Arguments:
         model, revision, tokenizer, additional_config, load_format = "target", None, None, None, "auto"
         trust_remote_code, config_format, hf_token = False, "auto", None
+        replacement: dict[str, Any] | None = None  # what vLLM puts in the place of the configuration
 
         def __init__(self) -> None:
             self.speculative_config = {"method": "eagle_mrv2:mtp", "model": "deepseek", "num_speculative_tokens": 1}
@@ -687,6 +688,8 @@ def engine_that_reads(speculative: Any) -> Any:
             return speculative
 
         def create_engine_config(self) -> Any:
+            if self.replacement is not None:
+                self.speculative_config = self.replacement
             return SimpleNamespace(speculative_config=self.create_speculative_config(), additional_config={})
 
         @staticmethod
@@ -793,6 +796,13 @@ def test_several_mtp_modules_in_the_target(model: dict[str, str], models: dict[s
     assert request_in(several("mtp", 2).create_engine_config()) is None
     # One draft token takes one module, which is ours to run.
     assert request_in(several("eagle_mrv2", 1).create_engine_config()) == Request("mtp", Options())
+
+
+def test_a_configuration_that_vllm_drops() -> None:
+    """Our request must not be lost in silence."""
+    arguments = engine_that_reads(SimpleNamespace(method="mtp", model="deepseek"))
+    arguments.replacement = {"method": "mtp", "model": "deepseek", "num_speculative_tokens": 1}
+    assert "vLLM replaced the speculative configuration" in refused(arguments)
 
 
 # The command line
