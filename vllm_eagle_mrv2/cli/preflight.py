@@ -20,7 +20,6 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.families import METHOD, Family
 from vllm_eagle_mrv2.heads import check_fit
 from vllm_eagle_mrv2.hosts.draft_paths import attends_by_ours, draft_paths
-from vllm_eagle_mrv2.method import request_of
 from vllm_eagle_mrv2.plugin import register
 
 _FLOAT32 = 4
@@ -78,20 +77,21 @@ def examine_deployment(report: DoctorReport, deployment: Deployment, version: Ve
         draft=deployment.draft,
         num_speculative_tokens=deployment.num_speculative_tokens,
     )
-    arguments = None
     try:
         arguments = deployment.engine_args(version)
+    except Exception as error:  # whatever vLLM finds wrong with the target's name, in whatever way
+        report.problems.append(_not_served(deployment, error))
+        return
+    try:
         config = _engine_config(arguments)
     except EagleMRV2Error as refusal:
         report.problems.append(str(refusal))
-    except Exception as error:  # whatever vLLM finds wrong, in whatever way
+    except Exception as error:  # as above
         _blame(report, deployment, version, error)
     else:
         found.checked = "engine"
-        report.family = _family(config.speculative_config)
         _describe(found, config, version)
-    if report.family is None and arguments is not None:
-        report.family = _family_alone(arguments)
+    report.family = _family(arguments)
 
 
 def _engine_config(arguments: Any) -> Any:
@@ -99,13 +99,8 @@ def _engine_config(arguments: Any) -> Any:
     return arguments.create_engine_config(usage)
 
 
-def _family(speculative_config: Any) -> Family | None:
-    request = request_of(speculative_config)
-    return None if request is None else request.family
-
-
-def _family_alone(arguments: Any) -> Family | None:
-    """Of a deployment that is refused for something else, or that is not for this machine."""
+def _family(arguments: Any) -> Family | None:
+    """Also of a deployment that is refused for something else, or that is not for this machine."""
     from vllm_eagle_mrv2.seams import take_request
 
     try:
@@ -113,6 +108,10 @@ def _family_alone(arguments: Any) -> Family | None:
     except EagleMRV2Error:
         return None
     return None if request is None else request.family
+
+
+def _not_served(deployment: Deployment, error: Exception) -> str:
+    return f"vLLM does not serve {deployment.target} here: {_words(error)}."
 
 
 def _blame(report: DoctorReport, deployment: Deployment, version: Version, error: Exception) -> None:
@@ -126,7 +125,7 @@ def _blame(report: DoctorReport, deployment: Deployment, version: Version, error
         _engine_config(deployment.engine_args(version, drafts=False))
     except Exception as alone:  # as above
         if current_platform.is_cuda_alike():
-            report.problems.append(f"vLLM does not serve {deployment.target} here: {_words(alone)}")
+            report.problems.append(_not_served(deployment, alone))
             return
         report.notes.append(
             f"vLLM makes no configuration of {deployment.target} on this machine ({_words(alone)}), "
@@ -134,7 +133,7 @@ def _blame(report: DoctorReport, deployment: Deployment, version: Version, error
         )
         _check_models(report, deployment, version)
     else:
-        report.problems.append(f"vLLM refuses this draft: {_words(error)}")
+        report.problems.append(f"vLLM refuses this draft: {_words(error)}.")
 
 
 class _Shape:
@@ -166,7 +165,6 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
         name = arguments.speculative_config.get("model")
         draft = target if name is None else _Shape(name, reader.draft_config(name))
         assert request is not None
-        report.family = request.family
         check_fit(
             SimpleNamespace(
                 model=draft.model,
@@ -211,4 +209,5 @@ def _words(error: Exception) -> str:
     reported = getattr(error, "errors", None)
     text = str(reported()[0]["msg"]) if callable(reported) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0].removeprefix("Value error, ").removeprefix("Assertion failed, ") if lines else type(error).__name__
+    line = lines[0] if lines else type(error).__name__
+    return line.removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
