@@ -24,7 +24,7 @@ from typing import Any, cast
 import wrapt
 from pydantic import ValidationError
 
-from vllm_eagle_mrv2 import one_model
+from vllm_eagle_mrv2 import last_line, one_model
 from vllm_eagle_mrv2.checkpoints import Reader, check_weights
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.heads import check_fit
@@ -53,6 +53,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    last_line.install()
     wrapt.register_post_import_hook(_wrap_engine_args, "vllm.engine.arg_utils")
     wrapt.register_post_import_hook(_wrap_vllm_config, "vllm.config.vllm")
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.spec_decode")
