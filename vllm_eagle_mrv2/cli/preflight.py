@@ -160,11 +160,16 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
     assert found is not None
     try:
         request = take_request(arguments)
-        reader = Reader(deployment.trust_remote_code)
-        target = _Shape(arguments.model, reader.target_config(arguments.model))
-        name = arguments.speculative_config.get("model")
-        draft = target if name is None else _Shape(name, reader.draft_config(name))
         assert request is not None
+        reader, name = Reader(deployment.trust_remote_code), arguments.speculative_config.get("model")
+        target = _Shape(arguments.model, reader.target_config(arguments.model))
+        draft = target if name is None else _Shape(name, reader.draft_config(name))
+        found.checked = "models"
+        found.max_num_seqs = deployment.max_num_seqs
+        found.draft_logits_bytes = None if deployment.probabilistic else 0
+        if deployment.probabilistic and deployment.max_num_seqs is not None:
+            sizes = (deployment.max_num_seqs, found.num_speculative_tokens, draft.get_vocab_size())
+            found.draft_logits_bytes = _draft_logits(*sizes)
         check_fit(
             SimpleNamespace(
                 model=draft.model,
@@ -176,14 +181,8 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
         )
     except EagleMRV2Error as refusal:
         report.problems.append(str(refusal))
-        return
-    found.checked = "models"
-    found.max_num_seqs = deployment.max_num_seqs
-    if not deployment.probabilistic:
-        found.draft_logits_bytes = 0
-    elif deployment.max_num_seqs is not None:
-        sizes = (deployment.max_num_seqs, found.num_speculative_tokens, draft.get_vocab_size())
-        found.draft_logits_bytes = _draft_logits(*sizes)
+    except (AttributeError, ValueError) as error:  # of a configuration that names its sizes otherwise
+        report.notes.append(f"whether the draft fits its target could not be told ({_words(error)}).")
 
 
 def _describe(found: DeploymentReport, config: Any, version: Version) -> None:
