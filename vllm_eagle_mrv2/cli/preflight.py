@@ -170,6 +170,7 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
         if deployment.probabilistic and deployment.max_num_seqs is not None:
             sizes = (deployment.max_num_seqs, found.num_speculative_tokens, draft.get_vocab_size())
             found.draft_logits_bytes = _draft_logits(*sizes)
+        _check_architecture(draft.hf_config, request.family)
         check_fit(
             SimpleNamespace(
                 model=draft.model,
@@ -181,8 +182,20 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
         )
     except EagleMRV2Error as refusal:
         report.problems.append(str(refusal))
-    except (AttributeError, ValueError) as error:  # of a configuration that names its sizes otherwise
+    except (AttributeError, AssertionError, TypeError, ValueError) as error:  # of names and sizes that are unusual
         report.notes.append(f"whether the draft fits its target could not be told ({_words(error)}).")
+
+
+def _check_architecture(draft_config: Any, family: Family) -> None:
+    """Refuse a draft for whose target vLLM has no such head, as it does itself in making the engine's configuration."""
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.transformers_utils.configs.eagle import EAGLEConfig
+
+    if family != "mtp" and not hasattr(draft_config, "speculators_model_type") and draft_config.model_type != "eagle":
+        draft_config = EAGLEConfig(draft_config, method=family, model_type="eagle")
+    names = draft_config.architectures
+    if not set(names) & set(ModelRegistry.get_supported_archs()):
+        raise EagleMRV2Error(f"vLLM refuses this draft: Model architectures {names} are not supported for now.")
 
 
 def _describe(found: DeploymentReport, config: Any, version: Version) -> None:
@@ -204,9 +217,9 @@ def _draft_logits(max_num_seqs: int, num_draft_tokens: int, vocabulary: int) -> 
 
 
 def _words(error: Exception) -> str:
-    """What an error of vLLM's says, in one line; pydantic's reports name their own class first."""
+    """The first sentence of an error of vLLM's; pydantic's reports name their own class first."""
     reported = getattr(error, "errors", None)
     text = str(reported()[0]["msg"]) if callable(reported) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = lines[0] if lines else type(error).__name__
-    return line.removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
+    sentence = lines[0].partition(". ")[0] if lines else type(error).__name__
+    return sentence.removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
