@@ -20,7 +20,6 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.families import METHOD, Family
 from vllm_eagle_mrv2.heads import check_fit
 from vllm_eagle_mrv2.hosts.draft_paths import attends_by_ours, draft_paths
-from vllm_eagle_mrv2.method import request_of
 from vllm_eagle_mrv2.plugin import register
 
 _FLOAT32 = 4
@@ -78,20 +77,21 @@ def examine_deployment(report: DoctorReport, deployment: Deployment, version: Ve
         draft=deployment.draft,
         num_speculative_tokens=deployment.num_speculative_tokens,
     )
-    arguments = None
     try:
         arguments = deployment.engine_args(version)
+    except Exception as error:  # whatever vLLM finds wrong with the target's name, in whatever way
+        report.problems.append(_not_served(deployment, error))
+        return
+    try:
         config = _engine_config(arguments)
     except EagleMRV2Error as refusal:
         report.problems.append(str(refusal))
-    except Exception as error:  # whatever vLLM finds wrong, in whatever way
+    except Exception as error:  # as above
         _blame(report, deployment, version, error)
     else:
         found.checked = "engine"
-        report.family = _family(config.speculative_config)
         _describe(found, config, version)
-    if report.family is None and arguments is not None:
-        report.family = _family_alone(arguments)
+    report.family = _family(arguments)
 
 
 def _engine_config(arguments: Any) -> Any:
@@ -99,13 +99,8 @@ def _engine_config(arguments: Any) -> Any:
     return arguments.create_engine_config(usage)
 
 
-def _family(speculative_config: Any) -> Family | None:
-    request = request_of(speculative_config)
-    return None if request is None else request.family
-
-
-def _family_alone(arguments: Any) -> Family | None:
-    """Of a deployment that is refused for something else, or that is not for this machine."""
+def _family(arguments: Any) -> Family | None:
+    """Also of a deployment that is refused for something else, or that is not for this machine."""
     from vllm_eagle_mrv2.seams import take_request
 
     try:
@@ -113,6 +108,10 @@ def _family_alone(arguments: Any) -> Family | None:
     except EagleMRV2Error:
         return None
     return None if request is None else request.family
+
+
+def _not_served(deployment: Deployment, error: Exception) -> str:
+    return f"vLLM does not serve {deployment.target} here: {_words(error)}."
 
 
 def _blame(report: DoctorReport, deployment: Deployment, version: Version, error: Exception) -> None:
@@ -126,7 +125,7 @@ def _blame(report: DoctorReport, deployment: Deployment, version: Version, error
         _engine_config(deployment.engine_args(version, drafts=False))
     except Exception as alone:  # as above
         if current_platform.is_cuda_alike():
-            report.problems.append(f"vLLM does not serve {deployment.target} here: {_words(alone)}")
+            report.problems.append(_not_served(deployment, alone))
             return
         report.notes.append(
             f"vLLM makes no configuration of {deployment.target} on this machine ({_words(alone)}), "
@@ -134,7 +133,7 @@ def _blame(report: DoctorReport, deployment: Deployment, version: Version, error
         )
         _check_models(report, deployment, version)
     else:
-        report.problems.append(f"vLLM refuses this draft: {_words(error)}")
+        report.problems.append(f"vLLM refuses this draft: {_words(error)}.")
 
 
 class _Shape:
@@ -161,12 +160,17 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
     assert found is not None
     try:
         request = take_request(arguments)
-        reader = Reader(deployment.trust_remote_code)
-        target = _Shape(arguments.model, reader.target_config(arguments.model))
-        name = arguments.speculative_config.get("model")
-        draft = target if name is None else _Shape(name, reader.draft_config(name))
         assert request is not None
-        report.family = request.family
+        reader, name = Reader(deployment.trust_remote_code), arguments.speculative_config.get("model")
+        target = _Shape(arguments.model, reader.target_config(arguments.model))
+        draft = target if name is None else _Shape(name, reader.draft_config(name))
+        found.checked = "models"
+        found.max_num_seqs = deployment.max_num_seqs
+        found.draft_logits_bytes = None if deployment.probabilistic else 0
+        if deployment.probabilistic and deployment.max_num_seqs is not None:
+            sizes = (deployment.max_num_seqs, found.num_speculative_tokens, draft.get_vocab_size())
+            found.draft_logits_bytes = _draft_logits(*sizes)
+        _check_architecture(draft.hf_config, request.family)
         check_fit(
             SimpleNamespace(
                 model=draft.model,
@@ -178,14 +182,20 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
         )
     except EagleMRV2Error as refusal:
         report.problems.append(str(refusal))
-        return
-    found.checked = "models"
-    found.max_num_seqs = deployment.max_num_seqs
-    if not deployment.probabilistic:
-        found.draft_logits_bytes = 0
-    elif deployment.max_num_seqs is not None:
-        sizes = (deployment.max_num_seqs, found.num_speculative_tokens, draft.get_vocab_size())
-        found.draft_logits_bytes = _draft_logits(*sizes)
+    except (AttributeError, AssertionError, TypeError, ValueError) as error:  # of names and sizes that are unusual
+        report.notes.append(f"whether the draft fits its target could not be told ({_words(error)}).")
+
+
+def _check_architecture(draft_config: Any, family: Family) -> None:
+    """Refuse a draft for whose target vLLM has no such head, as it does itself in making the engine's configuration."""
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.transformers_utils.configs.eagle import EAGLEConfig
+
+    if family != "mtp" and not hasattr(draft_config, "speculators_model_type") and draft_config.model_type != "eagle":
+        draft_config = EAGLEConfig(draft_config, method=family, model_type="eagle")
+    names = draft_config.architectures
+    if not set(names) & set(ModelRegistry.get_supported_archs()):
+        raise EagleMRV2Error(f"vLLM refuses this draft: Model architectures {names} are not supported for now.")
 
 
 def _describe(found: DeploymentReport, config: Any, version: Version) -> None:
@@ -207,8 +217,9 @@ def _draft_logits(max_num_seqs: int, num_draft_tokens: int, vocabulary: int) -> 
 
 
 def _words(error: Exception) -> str:
-    """What an error of vLLM's says, in one line; pydantic's reports name their own class first."""
+    """The first sentence of an error of vLLM's; pydantic's reports name their own class first."""
     reported = getattr(error, "errors", None)
     text = str(reported()[0]["msg"]) if callable(reported) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0].removeprefix("Value error, ").removeprefix("Assertion failed, ") if lines else type(error).__name__
+    sentence = lines[0].partition(". ")[0] if lines else type(error).__name__
+    return sentence.removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
