@@ -8,9 +8,7 @@ from support import engine
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.plugin import register
 
-CAUSE = (
-    "VLLM_PLUGINS=lora keeps the plugin out of its process; have VLLM_PLUGINS name eagle_mrv2 there, or unset it."
-)
+CAUSE = "VLLM_PLUGINS=lora keeps the plugin out of its process; have VLLM_PLUGINS name eagle_mrv2 there, or unset it."
 
 
 @pytest.fixture(autouse=True)
