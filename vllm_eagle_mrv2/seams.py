@@ -7,8 +7,7 @@ the module concerned, so that loading the plugin imports nothing:
 * ``EngineArgs.add_cli_args``: understand the method on the command line;
 * ``VllmConfig.use_v2_model_runner``: true for an engine that asked for us (0.20 has no such property and reads
   VLLM_USE_V2_MODEL_RUNNER, which is set while the latest engine of the process asks for us);
-* ``spec_decode.init_speculator``: make our speculator for a marked configuration;
-* ``get_prometheus_registry``: show our metrics beside vLLM's, in a process that asked for us.
+* ``spec_decode.init_speculator``: make our speculator for a marked configuration.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ def install() -> None:
     wrapt.register_post_import_hook(_wrap_vllm_config, "vllm.config.vllm")
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.spec_decode")
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.model_runner")
-    wrapt.register_post_import_hook(_wrap_metrics_registry, "vllm.v1.metrics.prometheus")
-    wrapt.register_post_import_hook(_wrap_metrics_registry, "vllm.entrypoints.serve.instrumentator.metrics")
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -265,17 +262,3 @@ def _wrap_init_speculator(module: ModuleType) -> None:
         return wrapped
 
     wrap(module, "init_speculator", init_speculator)
-
-
-def _wrap_metrics_registry(module: ModuleType) -> None:
-    def get_prometheus_registry(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            from vllm_eagle_mrv2 import metrics
-
-            registry = original(*args, **kwargs)
-            metrics.add_to(registry)
-            return registry
-
-        return wrapped
-
-    wrap(module, "get_prometheus_registry", get_prometheus_registry)

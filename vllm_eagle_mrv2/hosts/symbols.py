@@ -166,12 +166,6 @@ EVERYWHERE: tuple[Symbol, ...] = (
         why="wrapped to select Model Runner V2",
         releases=">=0.22",
     ),
-    Symbol(
-        "vllm.v1.metrics.prometheus",
-        "get_prometheus_registry",
-        (),
-        why="wrapped to show metrics of the drafts",
-    ),
     *(
         Symbol("vllm.config.parallel", f"ParallelConfig.{name}", why="says which rank counts and speaks")
         for name in ("rank", "tensor_parallel_size", "data_parallel_index", "data_parallel_rank_local")
