@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakSet
 
+from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from vllm_eagle_mrv2 import __version__, counters
 from vllm_eagle_mrv2.method import Request
+from vllm_eagle_mrv2.seams import wrap
 
 _info: dict[str, str] = {}  # of the latest engine of this process that asked for eagle_mrv2
-_shown_by: WeakSet[CollectorRegistry] = WeakSet()
 
 
 def offer(vllm_config: Any, request: Request) -> None:
@@ -28,13 +30,23 @@ def offer(vllm_config: Any, request: Request) -> None:
         family=request.family,
         num_speculative_tokens=str(vllm_config.speculative_config.num_speculative_tokens),
     )
+    _show()
 
 
-def add_to(registry: CollectorRegistry) -> None:
-    """Show it in a registry, if an engine of this process asked for eagle_mrv2."""
-    if _info and registry not in _shown_by:
-        registry.register(DraftMetrics())
-        _shown_by.add(registry)
+@functools.cache
+def _show() -> None:
+    """Add the drafts' metrics to those of this process, and to what several API servers show of all of them."""
+    drafts = DraftMetrics()
+    REGISTRY.register(drafts)
+
+    def collect(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def wrapped(self: Any) -> Any:
+            yield from original(self)
+            yield from drafts.collect()
+
+        return wrapped
+
+    wrap(MultiProcessCollector, "collect", collect)  # one is made for each request, for a registry of its own
 
 
 class DraftMetrics(Collector):

@@ -9,8 +9,7 @@ the module concerned, so that loading the plugin imports nothing:
   VLLM_USE_V2_MODEL_RUNNER, which is set while the latest engine of the process asks for us);
 * ``VllmConfig._validate_v2_model_runner``: what Model Runner V2 does not serve is refused in our words;
 * ``spec_decode.init_speculator``: make our speculator for a marked configuration, and mark it;
-* ``EngineCore._initialize_kv_caches``: before it, ask the workers what they draft with (`worker_check`);
-* ``get_prometheus_registry``: show our metrics beside vLLM's, in a process that asked for us.
+* ``EngineCore._initialize_kv_caches``: before it, ask the workers what they draft with (`worker_check`).
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ def install() -> None:
     wrapt.register_post_import_hook(_wrap_vllm_config, "vllm.config.vllm")
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.spec_decode")
     wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.model_runner")
-    wrapt.register_post_import_hook(_wrap_metrics_registry, "vllm.v1.metrics.prometheus")
-    wrapt.register_post_import_hook(_wrap_metrics_registry, "vllm.entrypoints.serve.instrumentator.metrics")
     worker_check.install()
 
 
@@ -356,17 +353,3 @@ def _wrap_init_speculator(module: ModuleType) -> None:
         return wrapped
 
     wrap(module, "init_speculator", init_speculator)
-
-
-def _wrap_metrics_registry(module: ModuleType) -> None:
-    def get_prometheus_registry(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            from vllm_eagle_mrv2 import metrics
-
-            registry = original(*args, **kwargs)
-            metrics.add_to(registry)
-            return registry
-
-        return wrapped
-
-    wrap(module, "get_prometheus_registry", get_prometheus_registry)

@@ -208,12 +208,6 @@ EVERYWHERE: tuple[Symbol, ...] = (
         why="says what Model Runner V2 does not serve",
         releases=">=0.22",
     ),
-    Symbol(
-        "vllm.v1.metrics.prometheus",
-        "get_prometheus_registry",
-        (),
-        why="wrapped to show metrics of the drafts",
-    ),
     *(
         Symbol("vllm.config.parallel", f"ParallelConfig.{name}", why="says which rank counts and speaks")
         for name in ("rank", "tensor_parallel_size", "data_parallel_index", "data_parallel_rank_local")
