@@ -1,7 +1,8 @@
-"""What pyproject.toml cannot say: a wheel carries the recorded surfaces, which live in ci/surfaces."""
+"""What pyproject.toml cannot say: a wheel carries the recorded surfaces, and an index page has no files to link to."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from setuptools import setup
@@ -25,4 +26,14 @@ class BuildWithSurfaces(build_py):
         return [*super().get_source_files(), *(str(file) for file in sorted(SURFACES.glob("*.json")))]
 
 
-setup(cmdclass={"build_py": BuildWithSurfaces})
+def readme_of_an_index_page() -> str:
+    """The README; a file that it links to is named by its path in the source distribution, which carries it."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    return re.sub(r"\[([^]]+)\]\((?!#|https:)([^)]+)\)", r"\1 (`\2` in the source distribution)", text)
+
+
+setup(
+    cmdclass={"build_py": BuildWithSurfaces},
+    long_description=readme_of_an_index_page(),
+    long_description_content_type="text/markdown",
+)
