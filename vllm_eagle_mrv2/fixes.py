@@ -99,8 +99,9 @@ FIXES = (
         symptom="The draft's buffers are garbage after a level-2 sleep",
         upstream="#49774",
         stock=">=0.27",
-        supplied="<0.27",
+        supplied=">=0.22,<0.27",
         test="unit/test_sleeping.py::test_buffers_come_back",
+        why="0.20 loses its own block tables in any sleep",
     ),
     Fix(
         symptom="Drafts are computed that no request of the batch can use",
