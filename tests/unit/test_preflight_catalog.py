@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-
-from tests.unit.test_catalog import (  # noqa: F401  (fixtures)
+from test_catalog import (  # noqa: F401  (fixtures)
     CATALOG,
     HEADS,
     MISFITS,
@@ -24,7 +23,8 @@ from tests.unit.test_catalog import (  # noqa: F401  (fixtures)
     environment,
     folder,
 )
-from tests.unit.test_preflight import healthy, look_at, no_kernels  # noqa: F401
+from test_preflight import healthy, look_at, no_kernels  # noqa: F401
+
 from vllm_eagle_mrv2 import hosts
 from vllm_eagle_mrv2.cli import preflight
 
