@@ -149,5 +149,6 @@ def _is_of_weights(file: Path) -> bool:
 def _unreadable(model: str, error: object) -> NoReturn:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error)).rstrip(".:")
     raise EagleMRV2Error(
-        f"the configuration of {model} cannot be read ({reason}); check the path, or download it first."
+        f"the configuration of {model} cannot be read ({reason}); check the path, the download, and whether the model "
+        "needs trust_remote_code."
     ) from (error if isinstance(error, Exception) else None)

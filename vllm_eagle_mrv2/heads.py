@@ -155,7 +155,8 @@ def _likely(config: Mapping[str, Any], tensors: Iterable[str] | None) -> Family 
     if any(config.get(key) for key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config")):
         return "eagle3"
     if tensors is not None:
-        return "eagle" if any(name.split(".")[-2:] == ["fc", "weight"] for name in tensors) else None
+        joins = (["fc", "weight"], ["eagle_linear", "weight"])  # of embedding and hidden state; the latter Mistral's
+        return "eagle" if any(name.split(".")[-2:] in joins for name in tensors) else None
     layers = config.get("num_hidden_layers")
     is_head = isinstance(layers, int) and not _is_deep(layers)
     return "eagle" if is_head and any(name.endswith("ForCausalLM") for name in _architectures(config)) else None

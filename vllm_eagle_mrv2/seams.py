@@ -78,6 +78,11 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
             _select_v2_by_environment(request)
             with _our_sentence_alone():
                 config = original(self, *args, **kwargs)
+            if request is not None and request_of(config.speculative_config) is None:
+                raise EagleMRV2Error(
+                    f"vLLM replaced the speculative configuration that asked for method={METHOD}; give the target as "
+                    "the model, and the draft as model of the speculative configuration."
+                )
             if request is not None:
                 _name_in_caches(config)
             return config
@@ -93,6 +98,12 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
             self.speculative_config = {k: v for k, v in self.speculative_config.items() if k != MARKER}
             try:
                 config = original(self, *args, **kwargs)
+            except (ValueError, NotImplementedError) as error:
+                draft = self.speculative_config.get("model", "in the target")
+                raise EagleMRV2Error(
+                    f"vLLM refuses the draft {draft} for method={request.family} ({_reason(error)}); give a draft, or "
+                    "settings of the speculative configuration, that it takes."
+                ) from error
             finally:
                 self.speculative_config = {**self.speculative_config, MARKER: request}
             check_translated(config, request)
@@ -130,6 +141,15 @@ def _our_sentence_alone() -> Iterator[None]:
             if isinstance(refusal, EagleMRV2Error):
                 raise refusal from None
         raise
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an error of vLLM's, which may be a validation error of many lines or list everything."""
+    text = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        text = f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()
+    return text.strip().partition("\n")[0].partition(". ")[0].removeprefix("Value error, ").rstrip(".")
 
 
 def check_translated(config: Any, request: Request) -> None:

@@ -192,3 +192,17 @@ def test_leaves_a_stock_server_alone(start_server: StartServer, pair: Path, prom
     assert "Using V2 Model Runner" in server.log
     assert "eagle_mrv2" not in server.log
     check_ends_cleanly(server)
+
+
+def test_a_refusal_is_all_that_is_left_to_read(pair: Path) -> None:
+    """No traceback above it, which nobody reads to its end."""
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(pair / "target")]
+    command += ["--speculative-config", f"method=eagle_mrv2,model={pair / 'target'},num_speculative_tokens=3"]
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=START_SECONDS, env={**os.environ, **offline}, check=False
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(f"error: {pair / 'target'} is a whole model and no EAGLE or MTP head")
+    assert "Traceback" not in ended.stdout + ended.stderr

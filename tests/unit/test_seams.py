@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from safetensors.torch import save_file
 
 from vllm_eagle_mrv2 import hosts, seams
 from vllm_eagle_mrv2.behaviours import Behaviour
@@ -507,12 +508,177 @@ OF_A_SIZE = SimpleNamespace(
 )
 
 
+def test_a_draft_that_vllm_refuses(models: dict[str, str], tmp_path: Path) -> None:
+    """vLLM's own words, which go on for a page."""
+    config = {**CHECKPOINTS["head"], "architectures": ["NoneForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ask(models, "eagle_mrv2:eagle")
+    arguments.speculative_config["model"] = str(tmp_path)
+    message = refused(arguments)
+    assert f"vLLM refuses the draft {tmp_path} for method=eagle" in message
+    assert "NoneForCausalLM" in message
+    assert len(message) < 400
+
+
+def test_mtp_forced_on_a_target_without(models: dict[str, str]) -> None:
+    arguments = ask(models, speculative_config={"method": "eagle_mrv2:mtp", "num_speculative_tokens": 1})
+    assert "vLLM refuses the draft in the target for method=mtp" in refused(arguments)
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(63, True), (64, False), (100, False)])
+def test_more_draft_tokens_than_the_context_holds(tokens: int, fits: bool, models: dict[str, str]) -> None:
+    arguments = ask(models)
+    arguments.speculative_config["num_speculative_tokens"] = tokens
+    if fits:
+        assert request_in(arguments.create_engine_config()) == Request("eagle", Options())
+    else:
+        assert f"num_speculative_tokens={tokens} does not fit into a context of 64 tokens" in refused(arguments)
+
+
+@pytest.mark.parametrize(
+    ("head", "changed", "says"),
+    [
+        ("head", {"hidden_size": 32}, "with hidden states of size 32, and"),
+        ("head3", {"hidden_size": 32}, "with hidden states of size 32, and"),
+        ("head3", {"hidden_size": 32, "target_hidden_size": 64}, None),
+        ("head3", {"target_hidden_size": 32}, "with hidden states of size 32, and"),
+        ("head", {"vocab_size": 256}, "for a vocabulary of 256 tokens, and"),
+        ("head3", {"vocab_size": 64}, "for a vocabulary of 64 tokens, and"),
+        ("head", {"vocab_size": 127}, None),  # one vocabulary, padded otherwise
+        ("head3", {"draft_vocab_size": 128}, None),
+    ],
+)
+def test_a_head_of_another_target(
+    head: str, changed: dict[str, Any], says: str | None, models: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CHECKPOINTS[head], **changed}))
+    arguments = ask({**models, "other": str(tmp_path)}, head="other")
+    if says is None:
+        assert request_in(arguments.create_engine_config()) is not None
+        return
+    message = refused(arguments)
+    assert says in message
+    assert f"{models['target']} has {64 if 'size 32' in message else 128}; give the head of this target" in message
+
+
+def test_a_folder_without_weights(models: dict[str, str], tmp_path: Path) -> None:
+    assert f"the folder {models['head']} holds no weights" in refused(ask(models, load_format="auto"))
+    (tmp_path / "config.json").write_text(json.dumps(CHECKPOINTS["head"]))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    arguments = ask({**models, "head": str(tmp_path)}, load_format="auto")
+    assert request_in(arguments.create_engine_config()) == Request("eagle", Options())
+
+
+def test_a_head_of_mistrals(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``params.json`` and nothing else, in the words of Mistral's own format."""
+    # vLLM would start a process to look at the class of the model.
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
+    params = {"dim": 64, "n_layers": 1, "head_dim": 32, "hidden_dim": 128, "n_heads": 2, "n_kv_heads": 2}
+    params |= {"norm_eps": 1e-5, "vocab_size": 128, "rope_theta": 1e4, "max_position_embeddings": 64}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    save_file({"eagle_linear.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    for method in ("eagle", "eagle_mrv2"):
+        config = ask({**models, "head": str(tmp_path)}, method).create_engine_config()
+        assert config.speculative_config.method == "eagle"
+        assert (request_in(config) is None) is (method == "eagle")
+
+
+# A speculators checkpoint as the only model
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any]], str]:
+    """Puts models, of which there is the configuration, into a cache of the hub's; offline they have names."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(tmp_path), raising=False)
+
+    def put(name: str, config: dict[str, Any]) -> str:
+        repository = tmp_path / f"models--{name.replace('/', '--')}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("a" * 40)
+        (repository / "snapshots" / ("a" * 40)).mkdir(parents=True)
+        (repository / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(config))
+        return name
+
+    return put
+
+
+def speculators(target: str, kind: str = "eagle3") -> dict[str, Any]:
+    layer = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": kind,
+        "draft_vocab_size": 64,
+        "mask_token_id": 1,
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": target},
+        },
+        "transformer_layer_config": {**layer, "num_hidden_layers": 1},
+    }
+
+
+@pytest.mark.parametrize(("given", "tokens"), [({}, 5), ({"num_speculative_tokens": 2}, 2)])
+def test_a_checkpoint_that_names_its_target(
+    given: dict[str, Any], tokens: int, hub: Callable[[str, dict[str, Any]], str]
+) -> None:
+    head = hub("some/head", speculators(hub("some/target", LLAMA)))
+    arguments = EngineArgs(model=head, **COMMON, speculative_config={"method": "eagle_mrv2", **given})
+    for _ in range(2):
+        config = arguments.create_engine_config()
+        assert request_in(config) == Request("eagle3", Options())
+        assert "target" in config.model_config.model
+        assert "head" in config.speculative_config.model
+        assert config.speculative_config.num_speculative_tokens == tokens
+    stock = EngineArgs(model=head, **COMMON).create_engine_config()
+    assert request_in(stock) is None
+    assert stock.speculative_config.method == "eagle3"
+    assert (stock.model_config.model, stock.speculative_config.model) == (
+        config.model_config.model,
+        config.speculative_config.model,
+    )
+
+
+def test_a_checkpoint_that_names_its_target_beside_another_draft(
+    hub: Callable[[str, dict[str, Any]], str], models: dict[str, str]
+) -> None:
+    head = hub("some/head", speculators(hub("some/target", LLAMA)))
+    assert "is a draft that names its own target, and" in refused(ask(models, model=head))
+
+
+def test_a_checkpoint_of_another_kind_that_names_its_target(hub: Callable[[str, dict[str, Any]], str]) -> None:
+    head = hub("some/head", speculators(hub("some/target", LLAMA), "peagle"))
+    arguments = EngineArgs(model=head, **COMMON, speculative_config={"method": "eagle_mrv2"})
+    assert "is a P-EAGLE head" in refused(arguments)
+
+
+def test_a_checkpoint_that_vllm_cannot_take_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**speculators("t"), "speculators_config": {}}))
+    arguments = EngineArgs(model=str(tmp_path), **COMMON, speculative_config={"method": "eagle_mrv2"})
+    assert "vLLM cannot take target and draft from" in refused(arguments)
+
+
+def test_a_draft_by_the_targets_own_name(hub: Callable[[str, dict[str, Any]], str]) -> None:
+    """vLLM replaces the target's name by its place in the cache, and leaves the draft's as it is."""
+    target = hub("some/glm", CHECKPOINTS["mtp"])
+    for model in ({}, {"model": target}):
+        given = {"method": "eagle_mrv2", "num_speculative_tokens": 1, **model}
+        config = EngineArgs(model=target, **COMMON, speculative_config=given).create_engine_config()
+        assert request_in(config) == Request("mtp", Options())
+
+
 def engine_that_reads(speculative: Any) -> Any:
     """Arguments, asked for with our method, of an engine whose vLLM makes this of the speculative configuration."""
 
     class Arguments:
         model, revision, tokenizer, additional_config, load_format = "target", None, None, None, "auto"
         trust_remote_code, config_format, hf_token = False, "auto", None
+        replacement: dict[str, Any] | None = None  # what vLLM puts in the place of the configuration
 
         def __init__(self) -> None:
             self.speculative_config = {"method": "eagle_mrv2:mtp", "model": "deepseek", "num_speculative_tokens": 1}
@@ -522,6 +688,8 @@ def engine_that_reads(speculative: Any) -> Any:
             return speculative
 
         def create_engine_config(self) -> Any:
+            if self.replacement is not None:
+                self.speculative_config = self.replacement
             return SimpleNamespace(speculative_config=self.create_speculative_config(), additional_config={})
 
         @staticmethod
@@ -628,6 +796,13 @@ def test_several_mtp_modules_in_the_target(model: dict[str, str], models: dict[s
     assert request_in(several("mtp", 2).create_engine_config()) is None
     # One draft token takes one module, which is ours to run.
     assert request_in(several("eagle_mrv2", 1).create_engine_config()) == Request("mtp", Options())
+
+
+def test_a_configuration_that_vllm_drops() -> None:
+    """Our request must not be lost in silence."""
+    arguments = engine_that_reads(SimpleNamespace(method="mtp", model="deepseek"))
+    arguments.replacement = {"method": "mtp", "model": "deepseek", "num_speculative_tokens": 1}
+    assert "vLLM replaced the speculative configuration" in refused(arguments)
 
 
 # The command line

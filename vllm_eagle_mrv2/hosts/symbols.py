@@ -147,8 +147,38 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
 )
 """What a draft's head and layers take (draft_logits.py, draft_vocab.py, row_products.py)."""
 
+_SPECULATIVE = "vllm.config.speculative"
+_READING = "vllm.transformers_utils.config"
+CONFIGURATIONS: tuple[Symbol, ...] = (
+    Symbol(_SPECULATIVE, "SpeculativeConfig.hf_config_override", ("hf_config",), why="says what has MTP layers"),
+    Symbol(_SPECULATIVE, "MTPModelTypes", why="says it, too"),
+    Symbol(_SPECULATIVE, "SpeculativeMethod", why="says which drafts of other kinds the release knows"),
+    Symbol(_SPECULATIVE, "SpeculativeConfig.draft_model_config", why="compared with the target's"),
+    Symbol(_SPECULATIVE, "SpeculativeConfig.target_model_config"),
+    Symbol("vllm.config.model", "ModelConfig.get_hidden_size", ()),
+    Symbol("vllm.config.model", "ModelConfig.max_model_len"),
+    Symbol(
+        _READING,
+        "get_config",
+        ("model", "trust_remote_code", "revision", "config_format", "hf_overrides_fn"),
+        why="reads configurations as the engine will",
+    ),
+    Symbol(
+        _READING,
+        "maybe_override_with_speculators",
+        ("model", "tokenizer", "trust_remote_code", "revision", "hf_token"),
+        why="takes target and draft from one checkpoint",
+    ),
+    *(
+        Symbol("vllm.engine.arg_utils", f"EngineArgs.{name}")
+        for name in ("trust_remote_code", "config_format", "hf_token", "load_format")
+    ),
+)
+"""What is asked before anything is loaded."""
+
 EVERYWHERE: tuple[Symbol, ...] = (
     *DRAFT_LAYERS,
+    *CONFIGURATIONS,
     *(
         Symbol("vllm.engine.arg_utils", f"EngineArgs.{name}", why="wrapped to accept the method")
         for name in ("create_engine_config", "create_speculative_config", "add_cli_args")
