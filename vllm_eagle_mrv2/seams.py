@@ -29,6 +29,7 @@ from vllm_eagle_mrv2 import kill_switch, last_line, one_model, worker_check
 from vllm_eagle_mrv2.checkpoints import Reader, check_weights
 from vllm_eagle_mrv2.draft_config import fit_to_target
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.families import Family
 from vllm_eagle_mrv2.heads import check_fit
 from vllm_eagle_mrv2.method import (
     MARKER,
@@ -114,10 +115,7 @@ def _wrap_engine_args(arg_utils: ModuleType) -> None:
                 config = original(self, *args, **kwargs)
             except (ValueError, NotImplementedError) as error:
                 draft = self.speculative_config.get("model", "in the target")
-                raise EagleMRV2Error(
-                    f"vLLM refuses the draft {draft} for method={request.family} ({_reason(error)}); give a draft, or "
-                    "settings of the speculative configuration, that it takes."
-                ) from error
+                raise refused_by_vllm(draft, request.family, first_sentence(error)) from error
             finally:
                 self.speculative_config = {**self.speculative_config, MARKER: request}
             check_translated(config, request)
@@ -160,7 +158,15 @@ def _our_sentence_alone() -> Iterator[None]:
         raise
 
 
-def _reason(error: Exception) -> str:
+def refused_by_vllm(draft: str, family: Family, reason: str) -> EagleMRV2Error:
+    """What is said of a draft that vLLM itself does not take."""
+    return EagleMRV2Error(
+        f"vLLM refuses the draft {draft} for method={family} ({reason}); give a draft, or "
+        "settings of the speculative configuration, that it takes."
+    )
+
+
+def first_sentence(error: Exception) -> str:
     """The first sentence of an error of vLLM's, which may be a validation error of many lines or list everything."""
     text = str(error)
     if isinstance(error, ValidationError):

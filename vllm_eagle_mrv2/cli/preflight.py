@@ -21,6 +21,7 @@ from vllm_eagle_mrv2.families import METHOD, Family
 from vllm_eagle_mrv2.heads import check_fit
 from vllm_eagle_mrv2.hosts.draft_paths import attends_by_ours, draft_paths
 from vllm_eagle_mrv2.plugin import register
+from vllm_eagle_mrv2.seams import first_sentence, refused_by_vllm, take_request
 
 _FLOAT32 = 4
 
@@ -101,8 +102,6 @@ def _engine_config(arguments: Any) -> Any:
 
 def _family(arguments: Any) -> Family | None:
     """Also of a deployment that is refused for something else, or that is not for this machine."""
-    from vllm_eagle_mrv2.seams import take_request
-
     try:
         request = take_request(arguments)
     except EagleMRV2Error:
@@ -111,7 +110,7 @@ def _family(arguments: Any) -> Family | None:
 
 
 def _not_served(deployment: Deployment, error: Exception) -> str:
-    return f"vLLM does not serve {deployment.target} here: {_words(error)}."
+    return f"vLLM does not serve {deployment.target} here: {first_sentence(error)}."
 
 
 def _blame(report: DoctorReport, deployment: Deployment, version: Version, error: Exception) -> None:
@@ -128,12 +127,12 @@ def _blame(report: DoctorReport, deployment: Deployment, version: Version, error
             report.problems.append(_not_served(deployment, alone))
             return
         report.notes.append(
-            f"vLLM makes no configuration of {deployment.target} on this machine ({_words(alone)}), "
+            f"vLLM makes no configuration of {deployment.target} on this machine ({first_sentence(alone)}), "
             "so only the configurations of target and draft were looked at."
         )
         _check_models(report, deployment, version)
     else:
-        report.problems.append(f"vLLM refuses this draft: {_words(error)}.")
+        report.problems.append(f"vLLM refuses this draft: {first_sentence(error)}.")
 
 
 class _Shape:
@@ -154,8 +153,6 @@ class _Shape:
 
 
 def _check_models(report: DoctorReport, deployment: Deployment, version: Version) -> None:
-    from vllm_eagle_mrv2.seams import take_request
-
     found, arguments = report.deployment, deployment.engine_args(version)
     assert found is not None
     try:
@@ -170,7 +167,7 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
         if deployment.probabilistic and deployment.max_num_seqs is not None:
             sizes = (deployment.max_num_seqs, found.num_speculative_tokens, draft.get_vocab_size())
             found.draft_logits_bytes = _draft_logits(*sizes)
-        _check_architecture(draft.hf_config, request.family)
+        _check_architecture(draft, request.family)
         check_fit(
             SimpleNamespace(
                 model=draft.model,
@@ -183,19 +180,20 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
     except EagleMRV2Error as refusal:
         report.problems.append(str(refusal))
     except (AttributeError, AssertionError, TypeError, ValueError) as error:  # of names and sizes that are unusual
-        report.notes.append(f"whether the draft fits its target could not be told ({_words(error)}).")
+        report.notes.append(f"whether the draft fits its target could not be told ({first_sentence(error)}).")
 
 
-def _check_architecture(draft_config: Any, family: Family) -> None:
+def _check_architecture(draft: _Shape, family: Family) -> None:
     """Refuse a draft for whose target vLLM has no such head, as it does itself in making the engine's configuration."""
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
-    if family != "mtp" and not hasattr(draft_config, "speculators_model_type") and draft_config.model_type != "eagle":
-        draft_config = EAGLEConfig(draft_config, method=family, model_type="eagle")
-    names = draft_config.architectures
-    if not set(names) & set(ModelRegistry.get_supported_archs()):
-        raise EagleMRV2Error(f"vLLM refuses this draft: Model architectures {names} are not supported for now.")
+    config = draft.hf_config
+    if family != "mtp" and not hasattr(config, "speculators_model_type") and config.model_type != "eagle":
+        config = EAGLEConfig(config, method=family, model_type="eagle")
+    if not set(config.architectures) & set(ModelRegistry.get_supported_archs()):
+        reason = f"Model architectures {config.architectures} are not supported for now"
+        raise refused_by_vllm(draft.model, family, reason)
 
 
 def _describe(found: DeploymentReport, config: Any, version: Version) -> None:
@@ -214,12 +212,3 @@ def _describe(found: DeploymentReport, config: Any, version: Version) -> None:
 def _draft_logits(max_num_seqs: int, num_draft_tokens: int, vocabulary: int) -> int:
     """Bytes of the stored draft logits; options may store them in the head's dtype from 0.28 on, at half of that."""
     return max_num_seqs * num_draft_tokens * vocabulary * _FLOAT32
-
-
-def _words(error: Exception) -> str:
-    """The first sentence of an error of vLLM's; pydantic's reports name their own class first."""
-    reported = getattr(error, "errors", None)
-    text = str(reported()[0]["msg"]) if callable(reported) else str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    sentence = lines[0].partition(". ")[0] if lines else type(error).__name__
-    return sentence.removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
