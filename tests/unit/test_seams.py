@@ -506,6 +506,10 @@ def test_missing_symbol(models: dict[str, str], monkeypatch: pytest.MonkeyPatch)
 def engine_that_reads(speculative: Any) -> Any:
     """Arguments, asked for with our method, of an engine whose vLLM makes this of the speculative configuration."""
 
+    vars(speculative).setdefault("target_model_config", SimpleNamespace(max_model_len=64))
+    draft = SimpleNamespace(hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(), compute_hash=lambda: "draft")
+    vars(speculative).setdefault("draft_model_config", draft)
+
     class Arguments:
         model, additional_config = "target", None
         replacement: dict[str, Any] | None = None  # what vLLM puts in the place of the configuration
