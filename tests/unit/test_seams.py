@@ -676,6 +676,10 @@ def test_a_draft_by_the_targets_own_name(hub: Callable[[str, dict[str, Any]], st
 def engine_that_reads(speculative: Any) -> Any:
     """Arguments, asked for with our method, of an engine whose vLLM makes this of the speculative configuration."""
 
+    vars(speculative).setdefault("target_model_config", SimpleNamespace(max_model_len=64))
+    draft = SimpleNamespace(hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(), compute_hash=lambda: "draft")
+    vars(speculative).setdefault("draft_model_config", draft)
+
     class Arguments:
         model, revision, tokenizer, additional_config, load_format = "target", None, None, None, "auto"
         trust_remote_code, config_format, hf_token = False, "auto", None
