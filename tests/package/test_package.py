@@ -136,13 +136,13 @@ def test_the_lowest_versions_run(minor: int, wheel: Path, tmp_path: Path) -> Non
     """The commands, and the tests that need neither vLLM nor torch; there is no vLLM, which doctor says."""
     extras = PROJECT["project"]["optional-dependencies"]
     tools = [pin for pin in lowest(extras["test"]) if pin.startswith(("pytest==", "griffe=="))]
-    pins = [*lowest(PROJECT["project"]["dependencies"]), *lowest(extras["plot"]), *tools]
+    pins = [*lowest(PROJECT["project"]["dependencies"]), *tools]
     new = environment(tmp_path / "env", python(minor), wheel, *pins)
     command = new.with_name("vllm-eagle-mrv2")
-    for words in ("--version", "--help", "demo --help", "bench --help", "doctor --help", "rank-vocab --help"):
+    for words in ("--version", "--help", "demo --help", "bench --help", "rank-vocab --help"):
         assert run(command, *words.split(), cwd=tmp_path)
-    for release in recorded():
-        assert "OK: the recorded release" in run(command, "doctor", "--surface", release, cwd=tmp_path)
+    newest = list(recorded())[-1]
+    assert "OK: the recorded release" in run(command, "doctor", "--surface", newest, cwd=tmp_path)
     report = json.loads(run(command, "doctor", "--json", status=2, cwd=tmp_path))
     assert "vLLM is not installed here" in report["problems"][0]
     quiet = ("-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}")
