@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from vllm_eagle_mrv2 import hosts, seams
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts import v0_20, v0_26, v0_32
+from vllm_eagle_mrv2.hosts import v0_20, v0_26, v0_32, v2_limits
 from vllm_eagle_mrv2.hosts.spec import ALWAYS_OURS, Host
 from vllm_eagle_mrv2.method import MARKER, Request, request_of
 from vllm_eagle_mrv2.options import Options
@@ -270,7 +270,8 @@ def test_model_runner_v2_is_chosen_for_us_and_for_nobody_else(
 
 
 def on_release(host: Host, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the package take the installed vLLM for another release."""
+    """Have the package take the installed vLLM for another release, and a CPU for a GPU."""
+    monkeypatch.setattr(v2_limits, "LIMITS", [limit for limit in v2_limits.LIMITS if limit.what != "CPUs"])
     monkeypatch.setattr(hosts, "installed_host", lambda: host)
     monkeypatch.setattr(hosts, "installed_release", lambda: Version(release))
 
