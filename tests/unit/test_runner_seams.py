@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 
+from vllm_eagle_mrv2.counters import EAGER, PATHS, DraftCounter
 from vllm_eagle_mrv2.hosts import runner_seams
 from vllm_eagle_mrv2.hosts.common import StockHost
 
@@ -89,6 +90,16 @@ def test_what_is_handed_over(speculator: Any) -> None:
     assert speculator.announced == 1
     if isinstance(speculator, TakesInputs):
         assert (speculator.target_input_buffers, speculator.target_attn_groups) == ("buffers", "groups")
+
+
+def test_made_up_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM warms its kernels up with some that are no dummy runs."""
+    speculator, counter = Speculator(), DraftCounter([0] * (len(PATHS) + 1))
+    speculator.loop = SimpleNamespace(counter=counter)  # type: ignore[assignment]
+    monkeypatch.setattr(runner_seams.gpu_worker, "warmup_kernels", lambda runner, execute: counter.count(EAGER, 3))
+    runner_seams.install()
+    runner_seams.gpu_worker.warmup_kernels(Runner(speculator, target_graphs=True), "execute")
+    assert not any(counter._slots)
 
 
 def test_a_draft_whose_target_has_no_graphs() -> None:
