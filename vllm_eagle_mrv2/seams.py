@@ -286,10 +286,12 @@ def _short_form_first(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _name_in_caches(config: Any) -> None:
     """Have vLLM cache compiled models of this engine apart from those of stock's method, which lack our operators, and
-    of other drafts for its target: below 0.30 the caches do not tell all of them apart.
+    of other drafts for its target and the same with other backends: the caches do not tell all of them apart.
     """
     if isinstance(config.additional_config, dict):
-        draft = {f"{OPTIONS_KEY}_draft": config.speculative_config.draft_model_config.compute_hash()}
+        speculative = config.speculative_config
+        backends = [str(getattr(speculative, f"{kind}_backend", None)) for kind in ("attention", "moe")]
+        draft = {f"{OPTIONS_KEY}_draft": ", ".join([speculative.draft_model_config.compute_hash(), *backends])}
         config.additional_config = {OPTIONS_KEY: {}, **config.additional_config, **draft}
 
 

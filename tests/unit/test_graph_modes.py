@@ -83,6 +83,8 @@ class Host(StockHost, Stock):
         self.block_tables = SimpleNamespace(num_kv_cache_groups=2, cp_size=1)
         self._phase_graphs, self._phase_runs = set(), {}
 
+    def _take_limit(self) -> None: ...
+
     @contextmanager
     def _decode_capture_sizes(self) -> Iterator[None]:
         self.in_decode_sizes = True

@@ -506,7 +506,13 @@ def test_missing_symbol(models: dict[str, str], monkeypatch: pytest.MonkeyPatch)
 
 
 OF_A_SIZE = SimpleNamespace(
-    model="target", max_model_len=64, hf_config=None, get_hidden_size=lambda: 64, get_vocab_size=lambda: 128
+    model="target",
+    max_model_len=64,
+    hf_config=None,
+    hf_text_config=None,
+    compute_hash=lambda: "draft",
+    get_hidden_size=lambda: 64,
+    get_vocab_size=lambda: 128,
 )
 
 
@@ -696,7 +702,9 @@ def engine_that_reads(speculative: Any) -> Any:
         def create_engine_config(self) -> Any:
             if self.replacement is not None:
                 self.speculative_config = self.replacement
-            return SimpleNamespace(speculative_config=self.create_speculative_config(), additional_config={})
+            model = SimpleNamespace(served_model_name="target")
+            speculative = self.create_speculative_config()
+            return SimpleNamespace(speculative_config=speculative, additional_config={}, model_config=model)
 
         @staticmethod
         def add_cli_args(parser: Any) -> Any:

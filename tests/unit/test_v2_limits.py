@@ -142,7 +142,6 @@ def test_vllms_words_become_ours(
     [
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"logprobs_mode": "processed_logits"}, "logprobs_mode"),
-        ({"compilation_config": {"mode": 1}, "enforce_eager": False}, "STOCK_TORCH_COMPILE"),
     ],
 )
 def test_0_20_is_asked_by_us(
@@ -155,6 +154,15 @@ def test_0_20_is_asked_by_us(
     config = ask(models, method="eagle", **arguments).create_engine_config()
     off_the_cpu(monkeypatch)
     with pytest.raises(EagleMRV2Error, match=what):
+        check(config, [], Version("0.20.2"))
+
+
+def test_a_mode_of_compilation_on_0_20(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    config = ask(models, method="eagle").create_engine_config()
+    off_the_cpu(monkeypatch)
+    modes = type(config.compilation_config.mode)
+    config.compilation_config.mode = modes.STOCK_TORCH_COMPILE
+    with pytest.raises(EagleMRV2Error, match="STOCK_TORCH_COMPILE"):
         check(config, [], Version("0.20.2"))
 
 
