@@ -216,7 +216,7 @@ def results_section() -> str:
         )
     heads = ["vLLM", "ran on", "date", "tests passed", "tokens equal", "acceptance, ours / stock"]
     legend = (
-        "Tokens equal: greedy; on the CPU (float32) to the run without speculation, on the H200 (bfloat16) to stock's. "
+        "Tokens equal: greedy; on the CPU (float32) to the run without speculation, on a GPU (bfloat16) to stock's. "
         "Acceptance: mean accepted length at K=3."
     )
     return _table(heads, rows, "---") + f"\n\n{legend}"
