@@ -163,10 +163,7 @@ CONFIGURATIONS: tuple[Symbol, ...] = (
     Symbol(_SPECULATIVE, "SpeculativeConfig.hf_config_override", ("hf_config",), why="says what has MTP layers"),
     Symbol(_SPECULATIVE, "MTPModelTypes", why="says it, too"),
     Symbol(_SPECULATIVE, "SpeculativeMethod", why="says which drafts of other kinds the release knows"),
-    Symbol(_SPECULATIVE, "SpeculativeConfig.draft_model_config", why="compared with the target's"),
-    Symbol(_SPECULATIVE, "SpeculativeConfig.target_model_config"),
     Symbol("vllm.config.model", "ModelConfig.get_hidden_size", ()),
-    Symbol("vllm.config.model", "ModelConfig.max_model_len"),
     Symbol(
         _READING,
         "get_config",
