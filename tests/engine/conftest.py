@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_graphs import draft_decode_graphs  # noqa: F401 - a fixture
+
+from .fake_graphs import draft_decode_graphs  # noqa: F401 - a fixture
 
 HERE = Path(__file__).parent
 

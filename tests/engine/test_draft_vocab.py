@@ -13,7 +13,8 @@ import torch
 from mtp_model import mtp_engine, our_mtp_speculator, write_mtp_model
 from releases import PROBABILISTIC
 from support import Acceptance, engine, greedy, held_out_prompts, recorded_log, speculator_of
-from test_behaviours import sampled
+
+from .test_behaviours import sampled
 
 VOCAB = 2048
 # Low ids are frequent in a BPE vocabulary.  Every sixteenth is left out, so that a row of the head is not its token.

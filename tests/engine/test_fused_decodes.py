@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graphs import SIZES, Draw
 from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, runner_of, speculator_of
 
 from vllm_eagle_mrv2.behaviours import Behaviour
 from vllm_eagle_mrv2.counters import read_counts
 from vllm_eagle_mrv2.hosts import installed_host, installed_release
 from vllm_eagle_mrv2.hosts.active import Facts
+
+from .fake_graphs import SIZES, Draw
 
 fused = pytest.importorskip("vllm_eagle_mrv2.hosts.fused", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu captures graphs")
@@ -314,7 +315,7 @@ def test_a_graph_for_each_number_of_draft_tokens(plain: list[list[int]], draft_d
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_a_dummy_run_touches_no_request(graphs: bool, draft_decode_graphs: Draw) -> None:
-    from test_dummy_runs import draft_state
+    from .test_dummy_runs import draft_state
 
     with engine("eagle_mrv2", k=K, speculative={"draft_sample_method": "probabilistic"}) as llm:
         speculator = speculator_of(llm)

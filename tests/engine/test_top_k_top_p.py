@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support import Acceptance, engine, held_out_prompts, speculator_of
-from test_behaviours import deviation, sampled_and_ranks, uniform_p_value
+
+from .test_behaviours import deviation, sampled_and_ranks, uniform_p_value
 
 FILTERS: dict[str, Any] = {"top_k": 20, "top_p": 0.8}
 PROBABILISTIC = {"draft_sample_method": "probabilistic"}

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fake_graphs import SIZES, Draw
 from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, recorded_drafts, speculator_of
 
 from vllm_eagle_mrv2 import draft_attention
 from vllm_eagle_mrv2.draft_attention import DecodeMetadata
+
+from .fake_graphs import SIZES, Draw
 
 pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu has the kernel itself")
 

@@ -6,7 +6,8 @@ import pytest
 from packaging.version import Version
 from releases import release
 from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
-from test_graphs import SIZES, TOKENS
+
+from .test_graphs import SIZES, TOKENS
 
 PROMPTS = held_out_prompts(4)
 

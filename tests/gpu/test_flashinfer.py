@@ -9,7 +9,8 @@ import pytest
 from packaging.version import Version
 from releases import release
 from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
-from test_graphs import SIZES, TOKENS, counted_builds, counted_replays
+
+from .test_graphs import SIZES, TOKENS, counted_builds, counted_replays
 
 pytest.importorskip("flashinfer")
 FLASHINFER: dict[str, Any] = {"attention_config": {"backend": "FLASHINFER"}}

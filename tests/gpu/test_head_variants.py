@@ -12,10 +12,11 @@ from head_variants import write_head, write_head_of_last_state, write_head_of_la
 from packaging.version import Version
 from releases import release
 from support import PAIR, Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
-from test_graphs import SIZES, TOKENS
 
 from vllm_eagle_mrv2.draft_attention import Rope
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+
+from .test_graphs import SIZES, TOKENS
 
 PROMPTS = held_out_prompts(4)
 FEW = 24

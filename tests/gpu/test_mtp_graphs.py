@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from mtp_model import mtp_engine, our_mtp_speculator, write_mtp_model
 from support import Acceptance, greedy, held_out_prompts, speculator_of
-from test_graphs import SIZES, STOCK_SIZES, TOKENS, counted_replays
+
+from .test_graphs import SIZES, STOCK_SIZES, TOKENS, counted_replays
 
 # Random weights leave little between the best two tokens, less than bfloat16 tells apart.
 HALF = {"dtype": "float16"}

@@ -11,7 +11,8 @@ import torch
 from packaging.version import Version
 from releases import release
 from support import PAIR, Acceptance, engine, greedy, held_out_prompts, recorded_slots, runner_of, speculator_of
-from test_graphs import SIZES, TOKENS, counted_replays
+
+from .test_graphs import SIZES, TOKENS, counted_replays
 
 
 def head_with_a_table_of_its_own(folder: Path) -> Path:

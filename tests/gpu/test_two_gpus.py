@@ -9,8 +9,9 @@ import pytest
 import torch
 from releases import supplied
 from support import Acceptance, engine, greedy, held_out_prompts
-from test_graphs import SIZES, STOCK_SIZES, TOKENS
 from two_ranks import RANKS, VOCAB, drafts_on_two_ranks
+
+from .test_graphs import SIZES, STOCK_SIZES, TOKENS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """vLLM's layers can be made."""
-    from test_head import tensor_parallel
+    from .test_head import tensor_parallel
 
     with tensor_parallel():
         yield

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_kernels import DEVICE, assert_same, clone, ints, poisoned, pytestmark, target_batch
 
 from vllm_eagle_mrv2.batch_queue import _TENSORS, BatchQueue
 from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_prefill_inputs_reference
+
+from .test_kernels import DEVICE, assert_same, clone, ints, poisoned, pytestmark, target_batch
 
 __all__ = ["pytestmark"]  # of test_kernels: these need its device too
 

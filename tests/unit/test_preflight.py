@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
-from test_doctor import module as doctor
-from test_doctor import run, run_json
-from test_seams import LLAMA, ask, fresh, models, refused  # noqa: F401  (fixtures)
 
 from vllm_eagle_mrv2 import hosts
 from vllm_eagle_mrv2.cli import preflight
 from vllm_eagle_mrv2.hosts.draft_paths import draft_paths
+
+from .test_doctor import module as doctor
+from .test_doctor import run, run_json
+from .test_seams import LLAMA, ask, fresh, models, refused  # noqa: F401  (fixtures)
 
 pytest.importorskip("vllm")
 

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from test_catalog import (  # noqa: F401  (fixtures)
+
+from vllm_eagle_mrv2 import hosts
+from vllm_eagle_mrv2.cli import preflight
+
+from .test_catalog import (  # noqa: F401  (fixtures)
     CATALOG,
     HEADS,
     MISFITS,
@@ -23,10 +27,7 @@ from test_catalog import (  # noqa: F401  (fixtures)
     environment,
     folder,
 )
-from test_preflight import healthy, look_at, no_kernels  # noqa: F401
-
-from vllm_eagle_mrv2 import hosts
-from vllm_eagle_mrv2.cli import preflight
+from .test_preflight import healthy, look_at, no_kernels  # noqa: F401
 
 UNREADABLE = {
     # what vLLM itself cannot read: its class for the one wants more, the code of the others is not in the catalog

@@ -12,14 +12,14 @@ from torch import nn
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from test_head import HIDDEN, VOCAB, Model, trim, whole_head
-
 from vllm_eagle_mrv2 import compile_ahead, row_products
 from vllm_eagle_mrv2.draft_logits import DraftLogits
 from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
+
+from .test_head import HIDDEN, VOCAB, Model, trim, whole_head
 
 PADDED = 320  # rows of a head of VOCAB
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
-from test_doctor import run_json
-from test_seams import ask, fresh, models, refused  # noqa: F401  (fixtures)
 
 from vllm_eagle_mrv2 import hosts
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.hosts.v2_limits import LIMITS, check, limits_of, listed_by_vllm
 from vllm_eagle_mrv2.method import request_of
+
+from .test_doctor import run_json
+from .test_seams import ask, fresh, models, refused  # noqa: F401  (fixtures)
 
 pytest.importorskip("vllm")
 
