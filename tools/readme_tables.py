@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_eagle_mrv2.cli.doctor.recorded import recorded
 from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.patches import PATCHES
 from vllm_eagle_mrv2.releases import all_releases, release_for, supported
 from vllm_eagle_mrv2.releases.fixes import FIXES
 
@@ -194,6 +195,12 @@ def fixes_section() -> str:
         f"{CELLS['-']} the release lacks what it is about, {CELLS['not possible']} it stays, for the reason given."
     )
     return _table(["vLLM 0.", *heads, "why it stays"], rows, ":-:") + f"\n\n{legend}"
+
+
+def patches_section() -> str:
+    """What is replaced, on which releases, and what would end it."""
+    rows = [[f"`{patch.target}`", patch.releases or "all", patch.what, patch.why, patch.until] for patch in PATCHES]
+    return _table(["target", "vLLM", "what the patch does", "why", "until"], rows, "---")
 
 
 def results_section() -> str:

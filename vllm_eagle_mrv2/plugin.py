@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+_loaded = False
+
 
 def register() -> None:
-    """Install the seams into vLLM.
+    """Install the patches into vLLM.
 
     vLLM calls this once in every one of its processes, before it builds a configuration.  It is cheap, may be called
     again, imports nothing of vLLM's and changes nothing for an engine that does not ask for ``eagle_mrv2``.
     """
-    from vllm_eagle_mrv2.patches import engine_args
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    from vllm_eagle_mrv2 import patches
 
-    engine_args.install()
+    patches.install()
+
+
+def is_loaded() -> bool:
+    """Whether this process loaded the plugin."""
+    return _loaded

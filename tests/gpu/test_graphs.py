@@ -26,6 +26,7 @@ from support import (
 )
 from triton.backends.nvidia.driver import CudaLauncher
 
+from vllm_eagle_mrv2 import patches
 from vllm_eagle_mrv2.draft_model.compile_ahead import THREAD
 from vllm_eagle_mrv2.kernels import decode_inputs, prefill_inputs, row_product, single_token_attention, step_update
 
@@ -487,8 +488,7 @@ def test_hybrid_models_take_the_batchs_maximum_length(monkeypatch: pytest.Monkey
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.model_states import mamba_hybrid
 
-    from vllm_eagle_mrv2.releases.v0_22 import speculator  # makes the seam
-
+    patches.apply(patches.Scope.WORKER, release)
     state = object.__new__(mamba_hybrid.MambaHybridModelState)
     state.max_model_len = 4096
     state.num_accepted_tokens_gpu = torch.ones(4, dtype=torch.int32)
@@ -517,5 +517,5 @@ def test_hybrid_models_take_the_batchs_maximum_length(monkeypatch: pytest.Monkey
     stock(state, batch, CUDAGraphMode.FULL, (), None, [], None)
     assert seen == [33, 33, 4096, 4096]
     assert state.max_model_len == 4096
-    speculator.bound_hybrid_lengths()
+    patches.apply(patches.Scope.WORKER, release)
     assert mamba_hybrid.MambaHybridModelState.prepare_attn._eagle_mrv2_original is stock, "one wrap, not two"

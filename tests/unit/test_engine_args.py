@@ -1,4 +1,4 @@
-"""The seams in the installed vLLM, from a user's configuration to the class of the speculator; no engine is started."""
+"""The patches in the installed vLLM, from a user's configuration to the speculator's class; no engine is started."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from vllm_eagle_mrv2 import releases
+from vllm_eagle_mrv2 import plugin, releases
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import MARKER, Settings, settings_of
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches import engine_args
+from vllm_eagle_mrv2.patches.wrap import wrap
 from vllm_eagle_mrv2.plugin import register
 from vllm_eagle_mrv2.releases import v0_20, v0_26, v0_32, v2_limits
 from vllm_eagle_mrv2.releases.spec import ALWAYS_OURS, Release
@@ -711,7 +712,8 @@ def engine_that_reads(speculative: Any) -> Any:
         def add_cli_args(parser: Any) -> Any:
             return parser
 
-    engine_args._wrap_engine_args(SimpleNamespace(EngineArgs=Arguments))  # type: ignore[arg-type]
+    wrap(Arguments, "create_engine_config", engine_args.translated_first)
+    wrap(Arguments, "create_speculative_config", engine_args.settings_attached)
     speculative.__dict__.update(num_speculative_tokens=1, draft_model_config=OF_A_SIZE, target_model_config=OF_A_SIZE)
     return Arguments()
 
@@ -915,7 +917,7 @@ def test_spec_method_takes_no_other_new_names(parser: FlexibleArgumentParser) ->
         parser.parse_args(["--spec-method", "eagle_mrv3"])
 
 
-# The seams themselves
+# The patches themselves
 
 WRAPPED = ("create_engine_config", "create_speculative_config", "add_cli_args")
 
@@ -924,7 +926,7 @@ def test_registering_again_is_harmless(models: dict[str, str], monkeypatch: pyte
     before = {name: getattr(EngineArgs, name) for name in WRAPPED}
     decides = VllmConfig.__dict__["use_v2_model_runner"]
     register()
-    monkeypatch.setattr(engine_args, "_installed", False)  # as in a process that lost sight of the first time
+    monkeypatch.setattr(plugin, "_loaded", False)  # as in a process that lost sight of the first time
     register()
 
     for name, wrapped in before.items():
@@ -963,6 +965,6 @@ def test_the_model_runner_calls_our_init_speculator(monkeypatch: pytest.MonkeyPa
 
     assert hasattr(model_runner.init_speculator, "_eagle_mrv2_original")
     monkeypatch.setattr(model_runner, "init_speculator", spec_decode.init_speculator._eagle_mrv2_original)
-    monkeypatch.setattr(engine_args, "_installed", False)
+    monkeypatch.setattr(plugin, "_loaded", False)
     register()
     assert hasattr(model_runner.init_speculator, "_eagle_mrv2_original")

@@ -25,6 +25,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from vllm_eagle_mrv2.patches import draft_tokens
+from vllm_eagle_mrv2.patches.wrap import wrap
 from vllm_eagle_mrv2.releases import autoregressive, draft_lengths, fused, installed_version
 from vllm_eagle_mrv2.releases.autoregressive import AutoRegressiveAdapter
 from vllm_eagle_mrv2.releases.fused import DecodeEagleCudaGraphManager, DraftBatchDescriptor, FusedAdapter
@@ -260,9 +262,7 @@ def test_graphs_are_captured_for_every_length_of_the_schedule(refreshes: bool, l
     assert arguments(specialized_descriptor) == {"num_draft_tokens": 2}
 
 
-def test_the_runner_reports_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.spec_decode import utils as spec_decode
-
+def test_the_runner_reports_what_was_drafted() -> None:
     class Handler:
         def __init__(self) -> None:
             self.widths: list[int] = []
@@ -270,16 +270,12 @@ def test_the_runner_reports_what_was_drafted(monkeypatch: pytest.MonkeyPatch) ->
         def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
             self.widths.append(draft_tokens.shape[1])
 
-    monkeypatch.setattr(spec_decode, "DraftTokensHandler", Handler)
-    draft_lengths.report_drafted_only()
-    wrapped = Handler.set_draft_tokens
-    draft_lengths.report_drafted_only()
-    assert Handler.set_draft_tokens is wrapped
+    wrap(Handler, "set_draft_tokens", draft_tokens.drafted_columns_only)
     handler = Handler()
     for drafted in (2, 0, K, None):
         batch = input_batch(3)
         if drafted is not None:
-            draft_lengths.mark_drafted(batch, drafted)
+            draft_tokens.mark_drafted(batch, drafted)
         handler.set_draft_tokens(batch, torch.zeros(3, K))
     assert handler.widths == [2, 0, K, K]
 

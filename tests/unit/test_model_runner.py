@@ -71,15 +71,16 @@ class Runner:
 
 
 @pytest.fixture(autouse=True)
-def seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("load_model", "initialize_kv_cache", "capture_model", "post_kv_cache_wake_up"):
-        monkeypatch.setattr(Runner, name, getattr(Runner, name))  # undone after the test
-    monkeypatch.setattr(model_runner, "GPUModelRunner", Runner)
+def patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrappers = {
+        "load_model": model_runner.without_unread_states,
+        "initialize_kv_cache": model_runner.states_handed_over,
+        "capture_model": model_runner.draft_captured,
+        "post_kv_cache_wake_up": model_runner.tables_in_place,
+    }
+    for name, wrapper in wrappers.items():
+        monkeypatch.setattr(Runner, name, wrapper(getattr(Runner, name)))
     monkeypatch.setattr(model_runner.torch.cuda, "mem_get_info", iter([(500, 0), (430, 0)]).__next__)
-    model_runner.install()
-    wrapped = Runner.capture_model
-    model_runner.install()
-    assert Runner.capture_model is wrapped
 
 
 @pytest.mark.parametrize("speculator", [Speculator(), TakesInputs()], ids=["0.26", "0.20"])
@@ -96,9 +97,8 @@ def test_made_up_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     """vLLM warms its kernels up with some that are no dummy runs."""
     speculator, counter = Speculator(), DraftCounter([0] * (len(PATHS) + 1))
     speculator.loop = SimpleNamespace(counter=counter)  # type: ignore[assignment]
-    monkeypatch.setattr(model_runner.gpu_worker, "warmup_kernels", lambda runner, execute: counter.count(EAGER, 3))
-    model_runner.install()
-    model_runner.gpu_worker.warmup_kernels(Runner(speculator, target_graphs=True), "execute")
+    warm_up = model_runner.warm_up_forgotten(lambda runner, execute: counter.count(EAGER, 3))
+    warm_up(Runner(speculator, target_graphs=True), "execute")
     assert not any(counter._slots)
 
 

@@ -58,11 +58,9 @@ class Worker:
 
 
 @pytest.fixture(autouse=True)
-def seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("sleep", "wake_up"):
-        monkeypatch.setattr(Worker, name, getattr(Worker, name))  # undone after the test
-    monkeypatch.setattr(sleep, "Worker", Worker)
-    sleep.install()
+def patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, wrapper in (("sleep", sleep.buffers_saved), ("wake_up", sleep.buffers_restored)):
+        monkeypatch.setattr(Worker, name, wrapper(getattr(Worker, name)))
 
 
 def tables(worker: Worker) -> list[list[float]]:

@@ -228,6 +228,6 @@ def test_quantized_layers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(linear, "_runs_kernels", lambda weight: True)
     theirs = layer(InSomeBits())
-    draft = torch.nn.ModuleList([layer(InSomeBits()), layer(linear.UnquantizedLinearMethod()), theirs])
+    draft = torch.nn.ModuleList([layer(InSomeBits()), layer(vllm_linear.UnquantizedLinearMethod()), theirs])
     found = linear.install(draft, torch.nn.ModuleList([theirs]))
     assert found.quantized == ("InSomeBits",)

@@ -6,15 +6,18 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_eagle_mrv2 import plugin
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.patches import engine_args, worker_check
+from vllm_eagle_mrv2.patches import worker_check
+from vllm_eagle_mrv2.patches.wrap import wrap
+from vllm_eagle_mrv2.plugin import register
 
 REQUEST = Settings("eagle", Options())
 
@@ -46,8 +49,8 @@ def test_nothing_is_wrong(each: Any) -> None:
 @pytest.mark.parametrize(
     ("each", "drafter"),
     [
-        (STOCK, "test_worker_check.StockSpeculator"),
-        (RUNNER_V1, "test_worker_check.StockSpeculator"),
+        (STOCK, f"{__name__}.StockSpeculator"),
+        (RUNNER_V1, f"{__name__}.StockSpeculator"),
         (worker(is_last_pp_rank=True, speculator=None), "nothing"),
         (SimpleNamespace(), "nothing"),
     ],
@@ -64,7 +67,7 @@ def test_nothing_is_wrong(each: Any) -> None:
 def test_another_drafter(
     each: Any, drafter: str, loaded: bool, plugins: str | None, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_args, "_installed", loaded)
+    monkeypatch.setattr(plugin, "_loaded", loaded)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
@@ -96,10 +99,8 @@ class TestEngineCore:
             def _initialize_kv_caches(self, config: Any) -> None:
                 self.calls.append("caches")
 
-        module = ModuleType("vllm.v1.engine.core")
-        module.EngineCore = EngineCore  # type: ignore[attr-defined]
         for _ in range(2):
-            worker_check._wrap_engine_core(module)
+            wrap(EngineCore, "_initialize_kv_caches", worker_check.workers_asked)
         return EngineCore
 
     def test_workers_are_asked_once_before_the_caches(self, core: Any) -> None:
@@ -120,7 +121,7 @@ class TestEngineCore:
 
 def test_vllms_engine_core_asks() -> None:
     pytest.importorskip("vllm")
-    worker_check.install()
+    register()
     from vllm.v1.engine.core import EngineCore
 
     assert hasattr(EngineCore._initialize_kv_caches, "_eagle_mrv2_original")
@@ -131,8 +132,8 @@ def test_a_process_that_a_request_arrives_in_asks() -> None:
     script = (
         "import pickle, sys, types; core = types.ModuleType('vllm.v1.engine.core'); sys.modules[core.__name__] = core; "
         "core.EngineCore = type('EngineCore', (), {'_initialize_kv_caches': lambda self, config: None}); "
-        "pickle.loads(bytes.fromhex(sys.argv[1])); from vllm_eagle_mrv2.patches import engine_args; "
-        "print(engine_args.are_installed(), hasattr(core.EngineCore._initialize_kv_caches, '_eagle_mrv2_original'))"
+        "pickle.loads(bytes.fromhex(sys.argv[1])); from vllm_eagle_mrv2 import plugin; "
+        "print(plugin.is_loaded(), hasattr(core.EngineCore._initialize_kv_caches, '_eagle_mrv2_original'))"
     )
     sent = pickle.dumps(REQUEST).hex()
     answer = subprocess.run([sys.executable, "-c", script, sent], capture_output=True, text=True, check=True)

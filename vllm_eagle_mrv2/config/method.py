@@ -39,10 +39,10 @@ class Settings:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in another process, which then checks its workers even where it did not load the plugin."""
-        from vllm_eagle_mrv2.patches import worker_check
+        from vllm_eagle_mrv2 import patches
 
         self.__dict__.update(state)
-        worker_check.install()
+        patches.hook(patches.patch_of("vllm.v1.engine.core:EngineCore._initialize_kv_caches"))
 
 
 def settings_of(marked: object) -> Settings | None:

@@ -1,1 +1,353 @@
-"""What of vLLM's is replaced, and by what."""
+"""Everything of vLLM's that this package replaces: the inventory, and what puts it in place.
+
+A patch names its target and its wrapper as text, so that loading the plugin imports nothing of vLLM's.  Each wrapper
+calls the original for whatever is not ``eagle_mrv2``'s.  ``vllm-eagle-mrv2 doctor --patches`` prints the inventory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import wrapt
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from vllm_eagle_mrv2.patches.wrap import original_of, wrap
+
+_HERE = "vllm_eagle_mrv2.patches"
+_GPU = "vllm.v1.worker.gpu"
+_RUNNER = f"{_GPU}.model_runner:GPUModelRunner"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+
+
+class Scope(Enum):
+    """Which processes a patch is in, for a person."""
+
+    PLUGIN = "every process that loads the plugin"
+    ENGINE = "a process that an engine for eagle_mrv2 is configured in"
+    WORKER = "a worker that drafts with eagle_mrv2"
+    DRAFT = "the draft model of such a worker, as an object"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One thing that is replaced."""
+
+    target: str
+    """``module:attribute`` in vLLM or another library, or a phrase where an object is changed."""
+    by: str
+    """``module:function`` here: the wrapper, or what makes the change."""
+    scope: Scope
+    what: str
+    why: str
+    until: str
+    """What upstream would have to do to make it superfluous."""
+    releases: str = ""
+    """The releases of vLLM that need it, as a version specifier; empty for all."""
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the target is a function that `put_in_place` wraps."""
+        return ":" in self.target and self.scope is not Scope.DRAFT
+
+    def needed_on(self, version: Version) -> bool:
+        """Whether a release needs it."""
+        return version in SpecifierSet(self.releases)
+
+    def found(self) -> Any:
+        """The target as it is now, imported; None where this vLLM lacks it."""
+        owner, name = self._owner_and_name()
+        return original_of(getattr(owner, name, None))
+
+    def put_in_place(self) -> None:
+        """Wrap the target, once; its module is imported."""
+        module, _, function = self.by.partition(":")
+        wrap(*self._owner_and_name(), getattr(importlib.import_module(module), function))
+
+    def _owner_and_name(self) -> tuple[Any, str]:
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        return functools.reduce(getattr, owners, importlib.import_module(module)), name
+
+
+PATCHES: tuple[Patch, ...] = (
+    # The method in the configuration
+    Patch(
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        f"{_HERE}.engine_args:translated_first",
+        Scope.PLUGIN,
+        "translates method=eagle_mrv2 before vLLM's own checks, and offers the metrics",
+        "vLLM's schema admits no method of a plugin",
+        "a registry of speculative methods",
+    ),
+    Patch(
+        "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+        f"{_HERE}.engine_args:settings_attached",
+        Scope.PLUGIN,
+        "attaches the settings to the speculative configuration, and checks the head against the target",
+        "the configuration is the one thing that reaches every process of an engine",
+        "a registry of speculative methods",
+    ),
+    Patch(
+        "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        f"{_HERE}.engine_args:parser_taught",
+        Scope.PLUGIN,
+        "lets the command line take method=eagle_mrv2,... and --spec-method eagle_mrv2",
+        "vLLM's parser takes JSON and its own names",
+        "a registry of speculative methods",
+    ),
+    Patch(
+        "vllm.config.vllm:VllmConfig.use_v2_model_runner",
+        f"{_HERE}.engine_args:always_v2",
+        Scope.PLUGIN,
+        "is true for an engine that asked for eagle_mrv2",
+        "vLLM picks Model Runner V2 by model and platform",
+        "Model Runner V2 as the only runner",
+        releases=">=0.22",
+    ),
+    Patch(
+        "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
+        f"{_HERE}.engine_args:limits_in_our_words",
+        Scope.PLUGIN,
+        "refuses what Model Runner V2 does not serve in a sentence that names eagle_mrv2",
+        "vLLM's own message advises a variable that an engine for eagle_mrv2 cannot use",
+        "Model Runner V2 as the only runner",
+    ),
+    Patch(
+        f"{_GPU}.spec_decode:init_speculator",
+        f"{_HERE}.engine_args:our_speculator",
+        Scope.PLUGIN,
+        "makes this package's speculator for a configuration with its settings",
+        "vLLM's runner knows its own speculators only",
+        "a registry of speculators",
+    ),
+    Patch(
+        f"{_GPU}.model_runner:init_speculator",
+        f"{_HERE}.engine_args:our_speculator",
+        Scope.PLUGIN,
+        "the same function under the name that the runner imported",
+        "an earlier import keeps the original",
+        "a registry of speculators",
+    ),
+    Patch(
+        "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
+        f"{_HERE}.worker_check:workers_asked",
+        Scope.PLUGIN,
+        "asks every worker what it drafts with, before the KV cache is made",
+        "a worker without the plugin would draft with stock's speculator, unnoticed",
+        "a registry of speculators",
+    ),
+    Patch(
+        "sys.excepthook",
+        f"{_HERE}.last_line:install",
+        Scope.PLUGIN,
+        "prints a refusal of this package as the one last line of a vllm command",
+        "the sentence would stand below a traceback",
+        "vLLM printing configuration errors without a traceback",
+    ),
+    Patch(
+        "prometheus_client.multiprocess:MultiProcessCollector.collect",
+        "vllm_eagle_mrv2.telemetry.metrics:drafts_added",
+        Scope.ENGINE,
+        "adds the drafts' metrics to what several API servers show together",
+        "each request there has a registry of its own",
+        "metrics of plugins in vLLM's registry",
+    ),
+    # The target's runner and worker
+    Patch(
+        f"{_RUNNER}.load_model",
+        f"{_HERE}.model_runner:without_unread_states",
+        Scope.WORKER,
+        "spares the target auxiliary hidden states that the head does not take",
+        "below 0.33 the runner has them returned for every EAGLE-3 head, and drafts from them",
+        "nothing: 0.33 asks the head",
+    ),
+    Patch(
+        f"{_RUNNER}.initialize_kv_cache",
+        f"{_HERE}.model_runner:states_handed_over",
+        Scope.WORKER,
+        "hands the speculator the requests' states, sampling parameters and the target's graph manager",
+        "vLLM hands them to no speculator, and only from 0.26 on the target's buffers (#48261)",
+        "vLLM passing its runner's states to the speculator",
+    ),
+    Patch(
+        f"{_RUNNER}.capture_model",
+        f"{_HERE}.model_runner:draft_captured",
+        Scope.WORKER,
+        "captures the draft decodes of a target that has no graphs itself",
+        "the runner does not ask the speculator then",
+        "capture of the draft apart from the target's",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_worker:warmup_kernels",
+        f"{_HERE}.model_runner:warm_up_forgotten",
+        Scope.WORKER,
+        "forgets vLLM's made-up requests in the counters",
+        "they are no dummy runs",
+        "dummy runs in vLLM's warm-up",
+    ),
+    Patch(
+        f"{_RUNNER}.post_kv_cache_wake_up",
+        f"{_HERE}.model_runner:tables_in_place",
+        Scope.WORKER,
+        "writes the block tables made at a wake-up where the old ones lie",
+        "captured graphs hold the addresses of the old ones",
+        "nothing: 0.29 keeps the tables",
+        releases=">=0.22,<0.29",
+    ),
+    Patch(
+        f"{_WORKER}.sleep",
+        f"{_HERE}.sleep:buffers_saved",
+        Scope.WORKER,
+        "keeps the draft's buffers on the CPU through a level-2 sleep (#49774)",
+        "vLLM keeps the target's alone",
+        "nothing: 0.27 keeps both",
+        releases="<0.27",
+    ),
+    Patch(
+        f"{_WORKER}.wake_up",
+        f"{_HERE}.sleep:buffers_restored",
+        Scope.WORKER,
+        "brings them back",
+        "vLLM keeps the target's alone",
+        "nothing: 0.27 keeps both",
+        releases="<0.27",
+    ),
+    Patch(
+        f"{_WORKER}.reload_weights",
+        f"{_HERE}.weight_updates:copies_renewed",
+        Scope.WORKER,
+        "copies the rows of a reduced draft vocabulary again",
+        "draft_vocab keeps copies of the head's rows",
+        "a hook for speculators after new weights",
+    ),
+    Patch(
+        f"{_WORKER}.update_weights",
+        f"{_HERE}.weight_updates:copies_renewed",
+        Scope.WORKER,
+        "copies the rows of a reduced draft vocabulary again",
+        "draft_vocab keeps copies of the head's rows",
+        "a hook for speculators after new weights",
+        releases="<0.22",
+    ),
+    Patch(
+        f"{_WORKER}.finish_weight_update",
+        f"{_HERE}.weight_updates:copies_renewed",
+        Scope.WORKER,
+        "copies the rows of a reduced draft vocabulary again",
+        "draft_vocab keeps copies of the head's rows",
+        "a hook for speculators after new weights",
+        releases=">=0.22",
+    ),
+    Patch(
+        f"{_GPU}.spec_decode.utils:DraftTokensHandler.set_draft_tokens",
+        f"{_HERE}.draft_tokens:drafted_columns_only",
+        Scope.WORKER,
+        "reports the drafted columns only where the number of draft tokens follows the batch size (#51510)",
+        "the scheduler would verify what an earlier batch left, and sampled output would be biased",
+        "nothing: 0.32 follows the schedule",
+        releases=">=0.25,<0.32",
+    ),
+    Patch(
+        f"{_GPU}.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn",
+        f"{_HERE}.hybrid_lengths:bounded_by_batch",
+        Scope.WORKER,
+        "gives hybrid targets the batch's own maximum length (#43991)",
+        "vLLM gives max_model_len",
+        "nothing: 0.23 gives the batch's",
+        releases=">=0.22,<0.23",
+    ),
+    Patch(
+        "triton.runtime.driver.active.launcher_cls",
+        "vllm_eagle_mrv2.kernels.launching:Launchers",
+        Scope.WORKER,
+        "keeps launchers that were made ahead, in the background",
+        "Triton runs a C compiler for each at its kernel's first launch",
+        "launchers made by warmup()",
+    ),
+    # The draft model
+    Patch(
+        "quant_method.apply of the draft's own unquantized layers",
+        "vllm_eagle_mrv2.draft_model.linear:install",
+        Scope.DRAFT,
+        "multiplies few rows at the speed of memory (row_products)",
+        "a cuBLAS product of one row reads weights slower",
+        "a GEMV in vLLM's unquantized layers",
+    ),
+    Patch(
+        "impl.forward and rotary_emb of the draft's attention layers",
+        "vllm_eagle_mrv2.draft_model.attention:install",
+        Scope.DRAFT,
+        "attends, applies RoPE and writes the cache in one kernel (single_token_attention)",
+        "vLLM launches six",
+        "such a kernel upstream",
+    ),
+    Patch(
+        "forward and _gather_logits of the draft's own LogitsProcessor",
+        "vllm_eagle_mrv2.draft_model.logits_processor:DraftLogits",
+        Scope.DRAFT,
+        "leaves each rank its shard, multiplies few rows by row_products, and takes a trimmed head (draft_vocab)",
+        "vLLM makes rows of the whole vocabulary on every rank",
+        "draft heads of their own upstream",
+    ),
+    Patch(
+        "embed_tokens, _embed_text_input_ids and backends of the draft while it loads",
+        "vllm_eagle_mrv2.releases.draft_loading:repaired",
+        Scope.DRAFT,
+        "supplies what later releases mended in the loading of a draft (#47914, #48700, #54788, #54826, #57630)",
+        "these releases lack it",
+        "nothing: 0.32 has all of it",
+        releases="<0.32",
+    ),
+    Patch(
+        "add_request of the target's sampler",
+        "vllm_eagle_mrv2.releases.unused_drafts:keep_longest_lengths",
+        Scope.WORKER,
+        "notes where each request ends (skip_unused_drafts)",
+        "the runner's states lack it below 0.23",
+        "nothing: 0.23 keeps max_seq_len",
+        releases="<0.23",
+    ),
+)
+
+
+def install() -> None:
+    """Register the patches of every process; those whose module is already imported take effect now."""
+    from vllm_eagle_mrv2.patches import last_line
+
+    last_line.install()
+    for patch in PATCHES:
+        if patch.scope is Scope.PLUGIN and patch.wraps:
+            hook(patch)
+
+
+def hook(patch: Patch) -> None:
+    """Put a patch in place when its module is imported, or now."""
+
+    def imported(module: ModuleType) -> None:
+        patch.put_in_place()
+
+    wrapt.register_post_import_hook(imported, patch.target.partition(":")[0])
+
+
+def apply(scope: Scope, version: Version) -> None:
+    """Put the patches of a scope in place that a release needs, each once; imports their modules."""
+    for patch in of_release(version):
+        if patch.scope is scope and patch.wraps:
+            patch.put_in_place()
+
+
+def of_release(version: Version) -> Iterator[Patch]:
+    """The patches that a release needs."""
+    return (patch for patch in PATCHES if patch.needed_on(version))
+
+
+def patch_of(target: str) -> Patch:
+    """The patch of a target."""
+    return next(patch for patch in PATCHES if patch.target == target)

@@ -1,16 +1,4 @@
-"""The places where this package hooks into vLLM.
-
-Each is a wrapper that calls the original for everything that is not ours.  They are put in place when vLLM imports
-the module concerned, so that loading the plugin imports nothing:
-
-* ``EngineArgs.create_engine_config`` / ``create_speculative_config``: accept the method and translate it;
-* ``EngineArgs.add_cli_args``: understand the method on the command line;
-* ``VllmConfig.use_v2_model_runner``: true for an engine that asked for us (0.20 has no such property and reads
-  VLLM_USE_V2_MODEL_RUNNER, which is set while the latest engine of the process asks for us);
-* ``VllmConfig._validate_v2_model_runner``: what Model Runner V2 does not serve is refused in our words;
-* ``spec_decode.init_speculator``: make our speculator for a marked configuration, and mark it;
-* ``EngineCore._initialize_kv_caches``: before it, ask the workers what they draft with (`worker_check`).
-"""
+"""The method ``eagle_mrv2`` in vLLM's arguments and configuration, and the speculator that is made for it."""
 
 from __future__ import annotations
 
@@ -19,10 +7,8 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, cast
 
-import wrapt
 from pydantic import ValidationError
 
 from vllm_eagle_mrv2.config import kill_switch, one_model
@@ -44,106 +30,126 @@ from vllm_eagle_mrv2.config.method import (
 )
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY, parse_options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.patches import last_line, worker_check
+from vllm_eagle_mrv2.patches.wrap import Function
 
 _V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _SET_BY_US = "01"  # the same to vLLM as 1, and told from a user's
-_installed = False
 
 
-def install() -> None:
-    """Register every seam once; those whose module is already imported take effect now."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    last_line.install()
-    wrapt.register_post_import_hook(_wrap_engine_args, "vllm.engine.arg_utils")
-    wrapt.register_post_import_hook(_wrap_vllm_config, "vllm.config.vllm")
-    wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.spec_decode")
-    wrapt.register_post_import_hook(_wrap_init_speculator, "vllm.v1.worker.gpu.model_runner")
-    worker_check.install()
+# Wrappers
 
 
-def are_installed() -> bool:
-    """Whether this process loaded the plugin."""
-    return _installed
+def translated_first(original: Function) -> Function:
+    """``EngineArgs.create_engine_config`` that takes the method, and refuses in this package's own sentences."""
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = take_settings(self)
+        _select_v2_by_environment(settings)
+        with _our_sentence_alone():
+            config = original(self, *args, **kwargs)
+        if settings is not None and settings_of(config.speculative_config) is None:
+            raise EagleMRV2Error(
+                f"vLLM replaced the speculative configuration that asked for method={METHOD}; give the target as "
+                "the model, and the draft as model of the speculative configuration."
+            )
+        if settings is not None:
+            _name_in_caches(config)
+            from vllm_eagle_mrv2.telemetry import metrics
+
+            metrics.offer(config, settings)
+        return config
+
+    return create_engine_config
 
 
-def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapper(original)`` in the place of an attribute, once.
+def settings_attached(original: Function) -> Function:
+    """``EngineArgs.create_speculative_config`` whose result carries the settings, its head checked."""
 
-    A vLLM without the attribute stays as it is: only ``eagle_mrv2`` is refused there.
+    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = take_settings(self)
+        if settings is None:
+            return original(self, *args, **kwargs)
+        # vLLM's schema does not know our key; it goes back for the next use of these arguments.
+        self.speculative_config = {k: v for k, v in self.speculative_config.items() if k != MARKER}
+        try:
+            config = original(self, *args, **kwargs)
+        except (ValueError, NotImplementedError) as error:
+            draft = self.speculative_config.get("model", "in the target")
+            raise refused_by_vllm(draft, settings.family, first_sentence(error)) from error
+        finally:
+            self.speculative_config = {**self.speculative_config, MARKER: settings}
+        check_translated(config, settings)
+        check_fit(config)
+        from vllm_eagle_mrv2 import releases
+
+        fit_to_target(config, releases.installed_version())
+        mark(config, settings)
+        return config
+
+    return create_speculative_config
+
+
+def parser_taught(original: Function) -> Function:
+    """``EngineArgs.add_cli_args`` whose parser takes the method."""
+
+    def add_cli_args(*args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        teach_parser(parser)
+        return parser
+
+    return add_cli_args
+
+
+def always_v2(original: Function) -> Function:
+    """``VllmConfig.use_v2_model_runner``, true for an engine that asked for us.
+
+    0.20 has no such property and reads VLLM_USE_V2_MODEL_RUNNER, which is set while the latest engine of the process
+    asks for us.
     """
-    original = getattr(owner, name, None)
-    if original is not None and not hasattr(original, "_eagle_mrv2_original"):
-        wrapped = functools.wraps(original)(wrapper(original))
-        wrapped._eagle_mrv2_original = original  # type: ignore[attr-defined]
-        setattr(owner, name, wrapped)
+
+    def use_v2_model_runner(self: Any) -> bool:
+        return settings_of(self.speculative_config) is not None or bool(original(self))
+
+    return use_v2_model_runner
 
 
-def _wrap_engine_args(arg_utils: ModuleType) -> None:
-    engine_args = arg_utils.EngineArgs
+def limits_in_our_words(original: Function) -> Function:
+    """``VllmConfig._validate_v2_model_runner`` in sentences that name ``eagle_mrv2`` where it was asked for."""
 
-    def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            settings = take_settings(self)
-            _select_v2_by_environment(settings)
-            with _our_sentence_alone():
-                config = original(self, *args, **kwargs)
-            if settings is not None and settings_of(config.speculative_config) is None:
-                raise EagleMRV2Error(
-                    f"vLLM replaced the speculative configuration that asked for method={METHOD}; give the target as "
-                    "the model, and the draft as model of the speculative configuration."
-                )
-            if settings is not None:
-                _name_in_caches(config)
-                from vllm_eagle_mrv2.telemetry import metrics
+    def validate(self: Any) -> None:
+        if settings_of(self.speculative_config) is None:
+            original(self)
+            return
+        from vllm.logger import init_logger
 
-                metrics.offer(config, settings)
-            return config
+        from vllm_eagle_mrv2 import releases
+        from vllm_eagle_mrv2.releases import v2_limits
 
-        return wrapped
+        listed = v2_limits.listed_by_vllm(original, self)
+        for warning in v2_limits.check(self, listed, releases.installed_version()):
+            init_logger("vllm.eagle_mrv2").warning("%s", warning)
 
-    def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            settings = take_settings(self)
-            if settings is None:
-                return original(self, *args, **kwargs)
-            # vLLM's schema does not know our key; it goes back for the next use of these arguments.
-            self.speculative_config = {k: v for k, v in self.speculative_config.items() if k != MARKER}
-            try:
-                config = original(self, *args, **kwargs)
-            except (ValueError, NotImplementedError) as error:
-                draft = self.speculative_config.get("model", "in the target")
-                raise refused_by_vllm(draft, settings.family, first_sentence(error)) from error
-            finally:
-                self.speculative_config = {**self.speculative_config, MARKER: settings}
-            check_translated(config, settings)
-            check_fit(config)
-            from vllm_eagle_mrv2 import releases
+    return validate
 
-            fit_to_target(config, releases.installed_version())
-            mark(config, settings)
-            return config
 
-        return wrapped
+def our_speculator(original: Function) -> Function:
+    """``init_speculator`` that makes our speculator for a configuration with settings, and marks it."""
 
-    def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            parser = original(*args, **kwargs)
-            teach_parser(parser)
-            return parser
+    def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = settings_of(vllm_config.speculative_config)
+        if settings is None:
+            return original(vllm_config, device, *args, **kwargs)
+        from vllm_eagle_mrv2 import patches, releases
 
-        return wrapped
+        patches.apply(patches.Scope.WORKER, releases.installed_version())
+        speculator = releases.installed_release().make_speculator(vllm_config, device, settings)
+        mark(speculator, settings)
+        return speculator
 
-    wrap(engine_args, "create_engine_config", create_engine_config)
-    wrap(engine_args, "create_speculative_config", create_speculative_config)
-    original_add = engine_args.__dict__.get("add_cli_args")
-    if isinstance(original_add, staticmethod) and not hasattr(original_add.__func__, "_eagle_mrv2_original"):
-        wrapped = functools.wraps(original_add.__func__)(add_cli_args(original_add.__func__))
-        wrapped._eagle_mrv2_original = original_add.__func__  # type: ignore[attr-defined]
-        engine_args.add_cli_args = staticmethod(wrapped)
+    return init_speculator
+
+
+# What they do
 
 
 @contextlib.contextmanager
@@ -306,59 +312,3 @@ def _select_v2_by_environment(settings: Settings | None) -> None:
 
     if releases.installed_release().v2_by_environment:
         os.environ.setdefault(_V2_VARIABLE, _SET_BY_US)
-
-
-def _wrap_vllm_config(module: ModuleType) -> None:
-    _wrap_use_v2_model_runner(module.VllmConfig)
-
-    def validate(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any) -> None:
-            if settings_of(self.speculative_config) is None:
-                original(self)
-                return
-            from vllm.logger import init_logger
-
-            from vllm_eagle_mrv2 import releases
-            from vllm_eagle_mrv2.releases import v2_limits
-
-            listed = v2_limits.listed_by_vllm(original, self)
-            for warning in v2_limits.check(self, listed, releases.installed_version()):
-                init_logger("vllm.eagle_mrv2").warning("%s", warning)
-
-        return wrapped
-
-    if hasattr(module.VllmConfig, "_validate_v2_model_runner"):
-        wrap(module.VllmConfig, "_validate_v2_model_runner", validate)
-
-
-def _wrap_use_v2_model_runner(config_class: Any) -> None:
-    original = config_class.__dict__.get("use_v2_model_runner")
-    if not isinstance(original, property) or hasattr(original.fget, "_eagle_mrv2_original"):
-        return
-    decide = original.fget
-
-    def use_v2_model_runner(self: Any) -> bool:
-        if settings_of(self.speculative_config) is not None:
-            return True
-        assert decide is not None
-        return bool(decide(self))
-
-    use_v2_model_runner._eagle_mrv2_original = decide  # type: ignore[attr-defined]
-    config_class.use_v2_model_runner = property(use_v2_model_runner, doc=original.__doc__)
-
-
-def _wrap_init_speculator(module: ModuleType) -> None:
-    def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-            settings = settings_of(vllm_config.speculative_config)
-            if settings is None:
-                return original(vllm_config, device, *args, **kwargs)
-            from vllm_eagle_mrv2 import releases
-
-            speculator = releases.installed_release().make_speculator(vllm_config, device, settings)
-            mark(speculator, settings)
-            return speculator
-
-        return wrapped
-
-    wrap(module, "init_speculator", init_speculator)

@@ -1,38 +1,18 @@
-"""What a speculator of ours needs of the target's runner beyond what vLLM hands it.
-
-Five more seams, made only in processes that build our speculator:
-
-* before ``GPUModelRunner.load_model``, the target is spared to return auxiliary hidden states that the draft does not
-  take; below 0.33 stock has it return them for every EAGLE-3 head, and starts from them;
-* after ``GPUModelRunner.initialize_kv_cache``, which comes before every capture, it is given the requests' states and
-  sampling parameters and the target's graph manager, and below 0.26 the target's buffers and attention groups, which
-  0.26 passes to ``set_attn`` (#48261); then all is known of how it will draft, and it says so;
-* after ``GPUModelRunner.capture_model``, which returns without asking the speculator where the target has nothing to
-  capture, as with an attention backend that has graphs for one token a request only: a draft decode has one;
-* after ``warmup_kernels``, whose made-up requests are forgotten;
-* around ``GPUModelRunner.post_kv_cache_wake_up`` (0.22 to 0.28), which puts new tensors in the place of those that slot
-  mappings are computed from, while graphs of ours, and stock's own of 0.28, hold the addresses of the old ones.
-"""
+"""What the speculator needs of the target's runner beyond what vLLM hands it."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
-from vllm.v1.worker import gpu_worker
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from vllm_eagle_mrv2.config.draft_config import takes_auxiliary_states
-from vllm_eagle_mrv2.patches.engine_args import wrap
+from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.releases.common import StockAdapter
 from vllm_eagle_mrv2.releases.unused_drafts import keep_longest_lengths
-
-logger = init_logger("vllm.eagle_mrv2")
 
 
 class TakesTargetInputs:
@@ -42,55 +22,69 @@ class TakesTargetInputs:
     target_attn_groups: Any = None
 
 
-def install() -> None:
-    """Wrap the methods, once."""
-    wrap(GPUModelRunner, "load_model", _without_unread_states)
-    wrap(GPUModelRunner, "initialize_kv_cache", lambda original: _followed_by(original, _hand_over))
-    wrap(GPUModelRunner, "capture_model", lambda original: _followed_by(original, _capture))
-    wrap(gpu_worker, "warmup_kernels", lambda original: _followed_by(original, _forget))
-    if hasattr(GPUModelRunner, "post_kv_cache_wake_up"):
-        wrap(GPUModelRunner, "post_kv_cache_wake_up", _in_place)
+def without_unread_states(original: Function) -> Function:
+    """``load_model`` after which the target returns no auxiliary hidden states that the head does not take."""
 
-
-def _followed_by(original: Callable[..., Any], after: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        return after(self, result) if isinstance(self.speculator, StockAdapter) else result
-
-    return wrapped
-
-
-def _without_unread_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.speculator, StockAdapter) and not takes_auxiliary_states(self.speculative_config):
             self.use_aux_hidden_state_outputs = False
         return original(self, *args, **kwargs)
 
-    return wrapped
+    return load_model
 
 
-def _hand_over(runner: Any, result: Any) -> Any:
-    speculator = runner.speculator
-    speculator.req_states = runner.req_states
-    keep_longest_lengths(runner.req_states, runner.sampler)
-    speculator.sampling_states = getattr(runner.sampler, "sampling_states", None)
-    speculator.target_graphs = lambda: runner.cudagraph_manager  # another one after each scaling
-    if isinstance(speculator, TakesTargetInputs):
-        speculator.target_input_buffers = runner.input_buffers
-        speculator.target_attn_groups = runner.attn_groups
-    speculator.announce()
-    return result
+def states_handed_over(original: Function) -> Function:
+    """``initialize_kv_cache``, which comes before every capture, and after which the speculator knows the runner."""
+
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        speculator = self.speculator
+        if isinstance(speculator, StockAdapter):
+            speculator.req_states = self.req_states
+            keep_longest_lengths(self.req_states, self.sampler)
+            speculator.sampling_states = getattr(self.sampler, "sampling_states", None)
+            speculator.target_graphs = lambda: self.cudagraph_manager  # another one after each scaling
+            if isinstance(speculator, TakesTargetInputs):
+                speculator.target_input_buffers = self.input_buffers
+                speculator.target_attn_groups = self.attn_groups
+            speculator.announce()
+        return result
+
+    return initialize_kv_cache
 
 
-def _forget(runner: Any, result: Any) -> Any:
-    runner.speculator.loop.counter.clear()
-    return result
+def draft_captured(original: Function) -> Function:
+    """``capture_model`` that captures the draft decodes of a target without graphs, too.
+
+    Its result is the memory in bytes that all graphs take on the device.
+    """
+
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> int:
+        size: int = original(self, *args, **kwargs)
+        return size + _capture_draft(self) if isinstance(self.speculator, StockAdapter) else size
+
+    return capture_model
 
 
-def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the block tables' new tensors written where the old ones lie, whose memory is mapped again by then."""
+def warm_up_forgotten(original: Function) -> Function:
+    """``warmup_kernels``, whose made-up requests are not counted."""
 
-    def wrapped(self: Any) -> None:
+    def warmup_kernels(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(runner, *args, **kwargs)
+        if isinstance(runner.speculator, StockAdapter):
+            runner.speculator.loop.counter.clear()
+        return result
+
+    return warmup_kernels
+
+
+def tables_in_place(original: Function) -> Function:
+    """``post_kv_cache_wake_up`` that has new tensors of the block tables written where the old ones lie.
+
+    Their memory is mapped again by then.
+    """
+
+    def post_kv_cache_wake_up(self: Any) -> None:
         tables = self.block_tables
         old = {name: value for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
         original(self)
@@ -100,7 +94,7 @@ def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
                     tensor.copy_(getattr(tables, name))
                     setattr(tables, name, tensor)
 
-    return wrapped
+    return post_kv_cache_wake_up
 
 
 def _draft_workspace(runner: Any) -> AbstractContextManager[None]:
@@ -113,15 +107,17 @@ def _draft_workspace(runner: Any) -> AbstractContextManager[None]:
     return lane
 
 
-def _capture(runner: Any, size: int) -> int:
-    """Capture the draft decodes of a target without graphs; bytes that all graphs take on the device."""
+def _capture_draft(runner: Any) -> int:
+    """Capture the draft decodes of a target without graphs; bytes that their graphs take on the device."""
     speculator = runner.speculator
     if (
         runner.cudagraph_manager.needs_capture()
         or speculator.num_speculative_steps == 1
         or not speculator.decode_cudagraph_manager.needs_capture()
     ):
-        return size
+        return 0
+    from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
+
     start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
     with _draft_workspace(runner):
         speculator.capture()
@@ -132,9 +128,9 @@ def _capture(runner: Any, size: int) -> int:
     if hasattr(runner.kv_connector, "reset_capture_state"):
         runner.kv_connector.reset_capture_state()
     taken = int(free - torch.cuda.mem_get_info()[0])
-    logger.info(
+    logging.getLogger("vllm.eagle_mrv2").info(
         "eagle_mrv2 captured the draft decodes of a target without graphs in %.0f s, %.2f GiB",
         time.perf_counter() - start,
         taken / 2**30,
     )
-    return size + taken
+    return taken

@@ -1,28 +1,21 @@
 """Buffers of a draft through a level-2 sleep, which drops all that was made while weights were loaded (#49774).
 
-Weights come back from whoever updates them; buffers, tables of RoPE for instance, come from nowhere.  Up to 0.26 vLLM
-keeps the target's alone.  One more seam, made only in processes that build our speculator.
+Weights come back from whoever updates them; buffers, tables of RoPE for instance, come from nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_eagle_mrv2.patches.engine_args import wrap
+from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.releases.common import StockAdapter
 
 
-def install() -> None:
-    """Wrap the worker's methods, once."""
-    wrap(Worker, "sleep", _saving)
-    wrap(Worker, "wake_up", _restoring)
+def buffers_saved(original: Function) -> Function:
+    """``Worker.sleep`` that copies the draft's buffers to the CPU first."""
 
-
-def _saving(original: Callable[..., None]) -> Callable[..., None]:
     def sleep(self: Any, level: int = 1) -> None:
         speculator = getattr(self.model_runner, "speculator", None)
         if level == 2 and isinstance(speculator, StockAdapter):
@@ -34,7 +27,9 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
     return sleep
 
 
-def _restoring(original: Callable[..., None]) -> Callable[..., None]:
+def buffers_restored(original: Function) -> Function:
+    """``Worker.wake_up`` that copies them back where they lay."""
+
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
         original(self, tags)
         speculator = getattr(self.model_runner, "speculator", None)

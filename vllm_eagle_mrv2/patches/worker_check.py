@@ -8,38 +8,28 @@ once they are up, before the KV cache is made.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Iterable
 from typing import Any
-
-import wrapt
 
 from vllm_eagle_mrv2.config.method import METHOD, settings_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.releases.surface import class_path
 
 
-def install() -> None:
-    """Have the engine core of this process ask its workers; may be called again."""
-    wrapt.register_post_import_hook(_wrap_engine_core, "vllm.v1.engine.core")
+def workers_asked(original: Function) -> Function:
+    """``EngineCore._initialize_kv_caches`` that asks the workers first."""
 
+    def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+        if settings_of(vllm_config.speculative_config) is not None:
+            try:
+                check(self.collective_rpc(complaint))
+            except EagleMRV2Error:
+                self.model_executor.shutdown()  # or workers of their own would live as long as this process
+                raise
+        return original(self, vllm_config)
 
-def _wrap_engine_core(module: ModuleType) -> None:
-    from vllm_eagle_mrv2.patches.engine_args import wrap
-
-    def initialize_kv_caches(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, vllm_config: Any) -> Any:
-            if settings_of(vllm_config.speculative_config) is not None:
-                try:
-                    check(self.collective_rpc(complaint))
-                except EagleMRV2Error:
-                    self.model_executor.shutdown()  # or workers of their own would live as long as this process
-                    raise
-            return original(self, vllm_config)
-
-        return wrapped
-
-    wrap(module.EngineCore, "_initialize_kv_caches", initialize_kv_caches)
+    return initialize_kv_caches
 
 
 def check(complaints: Iterable[str | None]) -> None:
@@ -71,9 +61,9 @@ def complaint(worker: Any) -> str | None:
 
 
 def _cause(runner: object) -> str:
-    from vllm_eagle_mrv2.patches import engine_args
+    from vllm_eagle_mrv2 import plugin
 
-    if engine_args.are_installed():
+    if plugin.is_loaded():
         return f"its {class_path(type(runner))} does not call vLLM's init_speculator; use vLLM's own worker classes"
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and METHOD not in plugins.split(","):

@@ -148,10 +148,7 @@ class StockAdapter(DraftGraphs):
             launches = functools.partial(compile_ahead.between_passes, self.loop.buffers, drafts, *limits)
             compile_ahead.submit(self.device, launches)
         if self.settings.kept_tokens is not None:
-            from vllm_eagle_mrv2.patches import weight_updates
-
             self._trimmed = TrimmedHead.of(self.model, self._draft_logits, self.settings.kept_tokens, self.device)
-            weight_updates.install()
 
     def _drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
         """What launches the drafting out of a head [N, H] that keeps no logits, to have it compiled."""

@@ -7,7 +7,6 @@ speculator follows from 0.32 on (#51510) and drafts all K before that.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
-
-_DRAFTED = "eagle_mrv2_drafted"
+from vllm_eagle_mrv2.patches.draft_tokens import mark_drafted
 
 
 def lengths_by_batch_size(speculative_config: Any, max_num_reqs: int) -> list[int] | None:
@@ -52,31 +50,6 @@ def hidden_schedule(speculative_config: Any) -> Iterator[None]:
         speculative_config.num_speculative_tokens_per_batch_size = schedule
 
 
-def mark_drafted(input_batch: Any, num_draft_tokens: int) -> None:
-    """Note on a batch how many tokens were drafted for each of its requests."""
-    setattr(input_batch, _DRAFTED, num_draft_tokens)
-
-
-def report_drafted_only() -> None:
-    """Have the runner tell the scheduler of the drafted columns only, where a batch is marked.
-
-    Without asynchronous scheduling the scheduler takes as many drafts as it is told of.  Columns that an earlier batch
-    left would be verified against logits that they were not sampled from, and sampled output would be biased.
-    """
-    from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
-
-    original = DraftTokensHandler.set_draft_tokens
-    if getattr(original, _DRAFTED, False):
-        return
-
-    @functools.wraps(original)
-    def set_draft_tokens(self: Any, input_batch: Any, draft_tokens: torch.Tensor) -> None:
-        original(self, input_batch, draft_tokens[:, : getattr(input_batch, _DRAFTED, None)])
-
-    setattr(set_draft_tokens, _DRAFTED, True)
-    DraftTokensHandler.set_draft_tokens = set_draft_tokens
-
-
 class FollowsSchedule:
     """Mixed into the adapters whose release leaves the number of draft tokens to us."""
 
@@ -91,8 +64,6 @@ class FollowsSchedule:
         # Ranks that draft different numbers would wait for each other in the draft's collectives.
         if self.dp_size == 1 and self.options.enabled(Behaviour.DYNAMIC_DRAFT_LENGTH):
             self._draft_lengths = lengths_by_batch_size(self.speculative_config, self.max_num_reqs)
-        if self._draft_lengths is not None:
-            report_drafted_only()
 
     def _propose(self, input_batch: Any, *batch: Any, num_draft_tokens: int | None = None, **how: Any) -> torch.Tensor:
         if self._draft_lengths is not None and not how.get("dummy_run"):

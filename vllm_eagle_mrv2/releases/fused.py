@@ -22,11 +22,8 @@ from vllm_eagle_mrv2.batch.buffers import DraftBatch, TargetStates
 from vllm_eagle_mrv2.drafting.capture import CapturedAttentionState, DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.drafting.graphs import longest_query
 from vllm_eagle_mrv2.drafting.loop import GraphRun
-from vllm_eagle_mrv2.patches import model_runner
 from vllm_eagle_mrv2.releases.common import StockAdapter
 from vllm_eagle_mrv2.releases.draft_lengths import lengths_by_batch_size
-
-model_runner.install()
 
 # Which field of a batch tells a decode from a prefill: has_prefill, from 0.31 on decode_graph_eligible.
 _DECODE_FLAG = list(inspect.signature(get_uniform_decode_token_count).parameters)[-1]

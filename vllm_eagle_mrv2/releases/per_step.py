@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, get_uniform_token_count, prepare_inputs_to_capture
@@ -27,15 +26,9 @@ from vllm_eagle_mrv2.drafting.capture import DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.drafting.graphs import longest_query
 from vllm_eagle_mrv2.drafting.loop import GraphRun
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.patches import model_runner, sleep
-from vllm_eagle_mrv2.releases import installed_version
 from vllm_eagle_mrv2.releases.common import StockAdapter
 from vllm_eagle_mrv2.releases.draft_lengths import FollowsSchedule, hidden_schedule
 from vllm_eagle_mrv2.releases.surface import class_path
-
-model_runner.install()
-if installed_version() < Version("0.27"):
-    sleep.install()
 
 _CAPTURABLE_BUILDERS = frozenset(
     {

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.config.method import Settings
-from vllm_eagle_mrv2.patches.engine_args import wrap
+from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.telemetry import counters
 
 _info: dict[str, str] = {}  # of the latest engine of this process that asked for eagle_mrv2
@@ -37,17 +36,21 @@ def offer(vllm_config: Any, settings: Settings) -> None:
 @functools.cache
 def _show() -> None:
     """Add the drafts' metrics to those of this process, and to what several API servers show of all of them."""
-    drafts = DraftMetrics()
-    REGISTRY.register(drafts)
+    from vllm_eagle_mrv2 import patches
+    from vllm_eagle_mrv2.releases import installed_version
 
-    def collect(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def wrapped(self: Any) -> Any:
-            yield from original(self)
-            yield from drafts.collect()
+    REGISTRY.register(DraftMetrics())
+    patches.apply(patches.Scope.ENGINE, installed_version())
 
-        return wrapped
 
-    wrap(MultiProcessCollector, "collect", collect)  # one is made for each request, for a registry of its own
+def drafts_added(original: Function) -> Function:
+    """``MultiProcessCollector.collect`` with the drafts' metrics; one is made for each request of /metrics."""
+
+    def collect(self: Any) -> Iterator[Metric]:
+        yield from original(self)
+        yield from DraftMetrics().collect()
+
+    return collect
 
 
 class DraftMetrics(Collector):

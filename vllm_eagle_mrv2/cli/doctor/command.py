@@ -32,6 +32,7 @@ from vllm_eagle_mrv2.cli.doctor.report import (
     BehaviourReport,
     DeploymentReport,
     DoctorReport,
+    PatchReport,
     PluginReport,
     SymbolReport,
     print_report,
@@ -41,6 +42,7 @@ from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import FAMILIES, METHOD, Settings
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.patches import of_release
 from vllm_eagle_mrv2.releases.spec import Release
 from vllm_eagle_mrv2.releases.surface import check_installed, check_recorded
 from vllm_eagle_mrv2.releases.v2_limits import limits_of
@@ -59,6 +61,7 @@ def doctor(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="List every stock symbol, the healthy ones too.")] = False,
+    patches: Annotated[bool, typer.Option("--patches", help="List what of vLLM's is replaced, and why.")] = False,
     model: Annotated[
         str | None, typer.Option(metavar="TARGET", help="Look at a deployment too: the target, a folder or hub name.")
     ] = None,
@@ -95,7 +98,7 @@ def doctor(
         typer.echo(report.model_dump_json(indent=2))
     else:
         console = Console()
-        print_report(report, console if console.is_terminal else Console(width=_PLAIN_WIDTH), verbose)
+        print_report(report, console if console.is_terminal else Console(width=_PLAIN_WIDTH), verbose, patches)
     raise typer.Exit(report.exit_code)
 
 
@@ -262,13 +265,24 @@ def _adapter(report: DoctorReport, release: str) -> Release | None:
         BehaviourReport(name=str(one), supplier=adapter.supplier(one, version), summary=one.summary)
         for one in Behaviour
     ]
+    report.patches = [
+        PatchReport(
+            target=patch.target,
+            by=patch.by,
+            scope=patch.scope.value,
+            what=patch.what,
+            why=patch.why,
+            until=patch.until,
+        )
+        for patch in of_release(version)
+    ]
     report.families = list(adapter.families)
     report.unsupported = _unsupported(adapter, version)
     return adapter
 
 
 def _unsupported(adapter: Release, version: Version) -> list[str]:
-    """What `Release.check_settings` and the seams refuse there, and what Model Runner V2 does not serve."""
+    """What `Release.check_settings` and the patches refuse there, and what Model Runner V2 does not serve."""
     phrases = [*adapter.unsupported]
     phrases += [f"{family} drafts: use method={family}" for family in FAMILIES if family not in adapter.families]
     if "eagle3" in adapter.families and not adapter.eagle3_over_pp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from typing import Literal
 
 from pydantic import BaseModel, Field, computed_field
@@ -108,6 +109,17 @@ class DeploymentReport(BaseModel):
         return f"{self.draft_logits_bytes / 2**20:.1f} MiB a rank at max_num_seqs={self.max_num_seqs}"
 
 
+class PatchReport(BaseModel):
+    """One thing of vLLM's that is replaced."""
+
+    target: str
+    by: str
+    scope: str
+    what: str
+    why: str
+    until: str
+
+
 class DoctorReport(BaseModel):
     """Everything that the doctor found; what does not apply is null or empty."""
 
@@ -122,6 +134,7 @@ class DoctorReport(BaseModel):
     plugin: PluginReport | None = None
     symbols: list[SymbolReport] = []
     behaviours: list[BehaviourReport] = []
+    patches: list[PatchReport] = Field(default=[], description="what is replaced on this release")
     families: list[str] = []
     unsupported: list[str] = []
     family: str | None = Field(default=None, description="of the deployment's draft")
@@ -161,8 +174,8 @@ class DoctorReport(BaseModel):
         return "OK: the recorded release has what its adapter needs"
 
 
-def print_report(report: DoctorReport, console: Console, verbose: bool) -> None:
-    """Everything for a person; of the symbols the healthy ones only where ``verbose``."""
+def print_report(report: DoctorReport, console: Console, verbose: bool, patches: bool = False) -> None:
+    """Everything for a person; of the symbols the healthy ones only where ``verbose``, ``patches`` where asked for."""
     _print(console, f"vllm-eagle-mrv2 {report.package_version}", "bold")
     console.print(_facts(report))
     if report.adapter is not None:
@@ -173,6 +186,8 @@ def print_report(report: DoctorReport, console: Console, verbose: bool) -> None:
         _print(console, "not supported there:")
         for phrase in report.unsupported:
             _print(console, f"  {phrase}")
+    if patches:
+        _print_patches(report, console)
     if report.deployment is not None:
         _print_deployment(report, report.deployment, console)
     for note in report.notes:
@@ -193,6 +208,14 @@ def _print_deployment(report: DoctorReport, deployment: DeploymentReport, consol
         _print(console, f"  draft phase with {path.backends}: {path.path}")
     if deployment.own_kernels is not None:
         _print(console, f"  layers that attend by our kernels: {'yes' if deployment.own_kernels else 'no'}")
+
+
+def _print_patches(report: DoctorReport, console: Console) -> None:
+    for scope, patches in groupby(report.patches, key=lambda patch: patch.scope):
+        _print(console, f"replaced in {scope}:")
+        for patch in patches:
+            _print(console, f"  {patch.target}", "bold")
+            _print(console, f"    {patch.what}: {patch.why} ({patch.by}; until: {patch.until})")
 
 
 def _print(console: Console, line: str, style: str = "") -> None:

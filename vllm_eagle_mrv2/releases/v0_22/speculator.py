@@ -5,45 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-
 from vllm_eagle_mrv2.config.method import Family
 from vllm_eagle_mrv2.drafting.capture import Pass
-from vllm_eagle_mrv2.patches.engine_args import wrap
 from vllm_eagle_mrv2.releases import draft_loading, monolith, v0_22
 from vllm_eagle_mrv2.releases.common import StockAdapter
 from vllm_eagle_mrv2.releases.monolith import CompletedEagleSpeculator, MonolithAdapter
-
-
-def bound_hybrid_lengths() -> None:
-    """Have ``MambaHybridModelState.prepare_attn`` take the batch's own maximum length (#43991), once.
-
-    One more seam, made only in processes that build our speculator.  The stock method passes ``max_model_len`` for
-    every batch; DefaultModelState of this release has it right.
-    """
-
-    def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare_attn(
-            self: Any, input_batch: Any, cudagraph_mode: Any, *args: Any, for_capture: bool = False, **kwargs: Any
-        ) -> Any:
-            if for_capture:
-                return original(self, input_batch, cudagraph_mode, *args, for_capture=True, **kwargs)
-            full = cudagraph_mode == CUDAGraphMode.FULL
-            rows = input_batch.num_reqs_after_padding if full else input_batch.num_reqs
-            limit = self.max_model_len
-            self.max_model_len = int(input_batch.seq_lens_cpu_upper_bound[:rows].max())
-            try:
-                return original(self, input_batch, cudagraph_mode, *args, **kwargs)
-            finally:
-                self.max_model_len = limit
-
-        return prepare_attn
-
-    wrap(MambaHybridModelState, "prepare_attn", bounded)
-
-
-bound_hybrid_lengths()
 
 
 class _WithAttentionState:
