@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The tests on CPU releases of vLLM, one after another, each in the environment of ci/env.sh:
 #
-#   bash ci/matrix.sh                        every release in full: tests of engine, hosts and unit
+#   bash ci/matrix.sh                        every release in full: tests of engine, releases and unit
 #   bash ci/matrix.sh 0.27.1 0.28.0:short    one in full, one with the tests marked smoke
-#   bash ci/matrix.sh --record [...]         runs the demo as well, and writes ci/results/cpu-vllm-<release>.json
+#   bash ci/matrix.sh --record [...]         runs the demo as well, and writes benchmarks/results/cpu-vllm-<release>.json
 #
 # Ends with a line for each release; the exit status is 1 where any of them failed.
 set -euo pipefail
@@ -28,7 +28,7 @@ trap 'rm -rf "$scratch"' EXIT
 summary=() status=0
 for run in "${runs[@]}"; do
   export EAGLE_MRV2_VLLM=${run%:short}
-  form=full selection=(tests/engine tests/hosts tests/unit) verdict=passed
+  form=full selection=(tests/engine tests/releases tests/unit) verdict=passed
   if [[ $run == *:short ]]; then form=short selection=(tests/engine -m smoke); fi
   printf '[matrix] vLLM %s, %s\n' "$EAGLE_MRV2_VLLM" "$form"
   began=$SECONDS

@@ -1,7 +1,7 @@
 """What came out of one release in ci/matrix.sh.
 
     python ci/matrix_result.py REPORT.xml                      print the counts of pytest's report
-    python ci/matrix_result.py REPORT.xml --record DEMO.json   write them and the demo's figures to ci/results as well
+    python ci/matrix_result.py REPORT.xml --record DEMO.json   and write them and the demo's to benchmarks/results
 
 Recording runs in the environment that the tests ran in: the release is the one that it finds there.
 """
@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
 def read_counts(report: Path) -> dict[str, int]:
@@ -36,7 +36,7 @@ def read_counts(report: Path) -> dict[str, int]:
 
 
 def family_result(report: dict[str, Any]) -> dict[str, Any]:
-    """The demo's report on a family in the form of ci/results/README.md, without its times."""
+    """The demo's report on a family in the form of benchmarks/results/README.md, without its times."""
     sides = {side: report[side] for side in ("stock", "eagle_mrv2")}
     counted = (
         "speculator_class",
@@ -55,9 +55,9 @@ def family_result(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def result(counts: dict[str, int], demo: dict[str, Any], run: str, seconds: int) -> dict[str, Any]:
-    """The whole result, as ci/results/README.md describes it."""
+    """The whole result, as benchmarks/results/README.md describes it."""
     release = version("vllm").partition("+")[0]
-    form = "the tests marked smoke" if run.endswith(":short") else "the tests of engine, hosts and unit"
+    form = "the tests marked smoke" if run.endswith(":short") else "the tests of engine, releases and unit"
     notes = [
         f"CPU, {os.cpu_count()} cores, Triton interpreted",
         f"{form}, {seconds} s; other times on this stack mean nothing and are left out",

@@ -18,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from vllm_eagle_mrv2.batch_queue import BatchQueue
-from vllm_eagle_mrv2.buffers import SlotTable
+from vllm_eagle_mrv2.batch.buffers import SlotTable
+from vllm_eagle_mrv2.batch.queue import BatchQueue
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits

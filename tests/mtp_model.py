@@ -158,5 +158,5 @@ def our_mtp_speculator(llm: Any) -> Any:
     speculator = support.speculator_of(llm)
     own_class = find_spec("vllm.v1.worker.gpu.spec_decode.mtp") is not None
     assert type(speculator).__name__ == ("EagleMRV2MTPSpeculator" if own_class else "EagleMRV2Speculator")
-    assert speculator.request.family == speculator.method == "mtp"
+    assert speculator.settings.family == speculator.method == "mtp"
     return speculator

@@ -138,7 +138,7 @@ def recorded_log() -> Iterator[list[str]]:
 def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
     """For each draft decode: whether every live request writes its keys and values where its position belongs."""
     from packaging.version import Version
-    from releases import release
+    from release_under_test import release
 
     right: list[bool] = []
     loop, tables = speculator.loop, speculator.block_tables
@@ -254,11 +254,12 @@ def recorded_drafts(speculator: Any) -> list[list[int]]:
 
 def multiply_as_on_a_gpu(monkeypatch: Any) -> None:
     """Have vLLM multiply by ``F.linear``, as on an NVIDIA GPU, so that those products can become ours."""
-    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+    from vllm.model_executor.layers import linear as vllm_linear
+    from vllm.model_executor.layers import utils, vocab_parallel_embedding
 
-    from vllm_eagle_mrv2 import row_products
+    from vllm_eagle_mrv2.draft_model import linear
 
-    for module in (linear, utils, vocab_parallel_embedding):
+    for module in (vllm_linear, utils, vocab_parallel_embedding):
         if hasattr(module, "dispatch_unquantized_gemm"):
             monkeypatch.setattr(module, "dispatch_unquantized_gemm", lambda *_: utils.default_unquantized_gemm)
-    monkeypatch.setattr(row_products, "_runs_kernels", lambda weight: True)
+    monkeypatch.setattr(linear, "_runs_kernels", lambda weight: True)

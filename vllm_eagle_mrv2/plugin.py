@@ -9,6 +9,6 @@ def register() -> None:
     vLLM calls this once in every one of its processes, before it builds a configuration.  It is cheap, may be called
     again, imports nothing of vLLM's and changes nothing for an engine that does not ask for ``eagle_mrv2``.
     """
-    from vllm_eagle_mrv2 import seams
+    from vllm_eagle_mrv2.patches import engine_args
 
-    seams.install()
+    engine_args.install()

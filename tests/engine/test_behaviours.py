@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from packaging.version import Version
-from releases import release
+from release_under_test import release
 from scipy import stats
 from support import (
     PAIR,
@@ -22,7 +22,7 @@ from support import (
     speculator_of,
 )
 
-from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.config.behaviours import Behaviour
 
 TEMPERATURE = 0.9
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.bench_engines import EnginePair
-from vllm_eagle_mrv2.cli.bench_types import Batch, Row
+from vllm_eagle_mrv2.cli.bench.engines import EnginePair
+from vllm_eagle_mrv2.cli.bench.types import Batch, Row
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess
 
 pytestmark = pytest.mark.engine

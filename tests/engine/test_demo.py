@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vllm_eagle_mrv2.cli.demo_report import FamilyReport, print_reports
-from vllm_eagle_mrv2.cli.demo_types import Measurement
+from vllm_eagle_mrv2.cli.demo.report import FamilyReport, print_reports
+from vllm_eagle_mrv2.cli.demo.types import Measurement
 
 pytestmark = pytest.mark.engine
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from releases import supplied
+from release_under_test import supplied
 from support import Acceptance, engine, greedy, held_out_prompts, speculator_of
 
 K = 3

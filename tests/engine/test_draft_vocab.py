@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mtp_model import mtp_engine, our_mtp_speculator, write_mtp_model
-from releases import PROBABILISTIC
+from release_under_test import PROBABILISTIC
 from support import Acceptance, engine, greedy, held_out_prompts, recorded_log, speculator_of
 
 from .test_behaviours import sampled

@@ -10,9 +10,9 @@ import pytest
 from packaging.version import Version
 from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
 
-from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts import installed_host, installed_release
+from vllm_eagle_mrv2.releases import installed_release, installed_version
 
 K = 3
 TOKENS = 16
@@ -20,7 +20,7 @@ FEW, MANY = 2, 4  # requests of a batch
 PROMPTS = held_out_prompts(MANY)
 SCHEDULES = {"fewer": (K, 1), "none": (K, 0), "more": (1, K)}  # of few requests, of many
 
-SUPPLIER = installed_host().supplier(Behaviour.DYNAMIC_DRAFT_LENGTH, installed_release())
+SUPPLIER = installed_release().supplier(Behaviour.DYNAMIC_DRAFT_LENGTH, installed_version())
 pytestmark = pytest.mark.skipif(SUPPLIER == "-", reason="this vLLM has no schedule of draft tokens")
 
 
@@ -140,7 +140,7 @@ def test_all_are_drafted_with_the_behaviour_off(plain: list[list[int]]) -> None:
         assert max(num_reqs for num_reqs, _, _ in drafts) == MANY
 
 
-@pytest.mark.skipif(installed_release() >= Version("0.32"), reason="vLLM's own from 0.32 on")
+@pytest.mark.skipif(installed_version() >= Version("0.32"), reason="vLLM's own from 0.32 on")
 def test_stock_drafts_all() -> None:
     """What the behaviour is for: below 0.32 vLLM's speculator runs K times, whatever will be verified."""
     with engine("eagle", k=K, speculative=schedule(K, 1), async_scheduling=True) as llm:

@@ -13,20 +13,20 @@ import pytest
 import torch
 from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, runner_of, speculator_of
 
-from vllm_eagle_mrv2.behaviours import Behaviour
-from vllm_eagle_mrv2.counters import read_counts
-from vllm_eagle_mrv2.hosts import installed_host, installed_release
-from vllm_eagle_mrv2.hosts.active import Facts
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.releases import installed_release, installed_version
+from vllm_eagle_mrv2.telemetry.counters import read_counts
+from vllm_eagle_mrv2.telemetry.start_line import Facts
 
 from .fake_graphs import SIZES, Draw
 
-fused = pytest.importorskip("vllm_eagle_mrv2.hosts.fused", exc_type=ImportError)
+fused = pytest.importorskip("vllm_eagle_mrv2.releases.fused", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu captures graphs")
 
 K = 4
 TOKENS = 16
 PROMPTS = held_out_prompts(5)
-STOCK_SCHEDULE = installed_host().supplier(Behaviour.DYNAMIC_DRAFT_LENGTH, installed_release()) == "stock"
+STOCK_SCHEDULE = installed_release().supplier(Behaviour.DYNAMIC_DRAFT_LENGTH, installed_version()) == "stock"
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def backend_that_refreshes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def complete_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below 0.32 only some backends are known to need no build by the host before a replay."""
-    from vllm_eagle_mrv2.hosts import autoregressive
+    from vllm_eagle_mrv2.releases import autoregressive
 
     builder = "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder"
     monkeypatch.setattr(autoregressive, "_REFRESH_IS_COMPLETE", {builder})
@@ -100,7 +100,7 @@ def draft_phase_graphs(monkeypatch: pytest.MonkeyPatch, draft_decode_graphs: Dra
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [*SIZES, *sizes], sizes[-1]
         speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
         # Where a target's graphs would leave what the draft starts from.
-        rows, layers = torch.zeros(sizes[-1], speculator.hidden_size), 3 * (speculator.request.family == "eagle3")
+        rows, layers = torch.zeros(sizes[-1], speculator.hidden_size), 3 * (speculator.settings.family == "eagle3")
         outputs = SimpleNamespace(hidden_states=rows, aux_hidden_states=[rows.clone() for _ in range(layers)])
         speculator.target_graphs = lambda: outputs
         loop, propose = speculator.loop, speculator.loop.propose
@@ -142,7 +142,7 @@ class Slots:
     right: list[bool] = field(default_factory=list)
     """Of live rows: whether keys and values go where the position belongs."""
     padding: list[list[int]] = field(default_factory=list)
-    """Of padded rows: their slots, and their request states."""
+    """Of padded rows: their slots, and their settings states."""
 
 
 def recorded(speculator: Any) -> Slots:

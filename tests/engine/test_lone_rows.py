@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import engine, greedy, has_cuda, held_out_prompts, multiply_as_on_a_gpu, recorded_drafts, speculator_of
 
-from vllm_eagle_mrv2 import row_products
+from vllm_eagle_mrv2.draft_model import linear
 
 pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu has them on the GPU")
 
@@ -38,7 +38,7 @@ def test_drafts_of_lone_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with and without; the draft's activation is part of a product."""
     seen: list[str] = []
     for name in ("row_product", "gated_row_product"):
-        monkeypatch.setattr(row_products, name, counted(getattr(row_products, name), seen))
+        monkeypatch.setattr(linear, name, counted(getattr(linear, name), seen))
     drafts: dict[bool, list[list[int]]] = {}
     for ours in (False, True):
         disable = [] if ours else ["row_products"]

@@ -22,8 +22,8 @@ from support import (
     speculator_of,
 )
 
-from vllm_eagle_mrv2.hosts import installed_host
-from vllm_eagle_mrv2.method import FAMILIES
+from vllm_eagle_mrv2.config.method import FAMILIES
+from vllm_eagle_mrv2.releases import installed_release
 
 pytestmark = pytest.mark.smoke
 
@@ -74,8 +74,8 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 @pytest.fixture(scope="module", params=FAMILIES)
 def drafting(request: pytest.FixtureRequest, targets: Targets) -> Iterator[Drafting]:
     family: str = request.param
-    if family not in installed_host().families:
-        pytest.skip(f"the host of this release has no {family}")
+    if family not in installed_release().families:
+        pytest.skip(f"the adapter of this release has no {family}")
     expected = targets.answers(family)
     with recorded_log() as log, targets.engine(family, "eagle_mrv2") as llm:
         yield Drafting(family, llm, log, expected)
@@ -83,7 +83,7 @@ def drafting(request: pytest.FixtureRequest, targets: Targets) -> Iterator[Draft
 
 def test_the_start_is_announced_once(drafting: Drafting) -> None:
     (line,) = (line for line in drafting.log if "drafts on vLLM" in line)
-    assert f"host {installed_host().name}, family {drafting.family}, K={K}," in line
+    assert f"adapter {installed_release().name}, family {drafting.family}, K={K}," in line
     active = line.partition("active beyond this release: ")[2].split(", ")
     assert "draft_top_k_top_p" in active
     assert not {"local_argmax", "two_stage_argmax"}.intersection(active), "one rank, and drafts are sampled"

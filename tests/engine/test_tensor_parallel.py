@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from releases import supplied
+from release_under_test import supplied
 from support import engine, greedy, has_cuda, held_out_prompts
 from two_ranks import VOCAB, drafts_on_two_ranks
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
 
-from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts import installed_host, installed_release
+from vllm_eagle_mrv2.releases import installed_release, installed_version
 
 K = 3
 TOKENS = 12
 CHUNK = 16  # tokens of a step
 PROMPTS = [f"{first} {second}" for first, second in zip(held_out_prompts(4), held_out_prompts(8)[4:], strict=True)]
 OFF = {"disable": [Behaviour.SKIP_UNUSED_DRAFTS.value]}
-SUPPLIER = installed_host().supplier(Behaviour.SKIP_UNUSED_DRAFTS, installed_release())
+SUPPLIER = installed_release().supplier(Behaviour.SKIP_UNUSED_DRAFTS, installed_version())
 
 
 @pytest.fixture(scope="module")

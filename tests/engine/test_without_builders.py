@@ -14,8 +14,8 @@ import pytest
 import torch
 from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, recorded_drafts, speculator_of
 
-from vllm_eagle_mrv2 import draft_attention
-from vllm_eagle_mrv2.draft_attention import DecodeMetadata
+from vllm_eagle_mrv2.draft_model import attention
+from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
 
 from .fake_graphs import SIZES, Draw
 
@@ -44,7 +44,7 @@ def layers_that_need_no_builder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attend(impl: Any, kernels: Any, rope: Any) -> None:
         stock, write = impl.forward, impl.do_kv_cache_update
-        update = draft_attention._CacheUpdate(impl, rope)
+        update = attention._CacheUpdate(impl, rope)
         assert rope is not None
 
         def forward(
@@ -80,8 +80,8 @@ def layers_that_need_no_builder(monkeypatch: pytest.MonkeyPatch) -> None:
 
         impl.forward = forward
 
-    monkeypatch.setattr(draft_attention, "_is_plain", lambda impl: isinstance(impl, CPUAttentionBackendImpl))
-    monkeypatch.setattr(draft_attention, "_attend_by_ours", attend)
+    monkeypatch.setattr(attention, "_is_plain", lambda impl: isinstance(impl, CPUAttentionBackendImpl))
+    monkeypatch.setattr(attention, "_attend_by_ours", attend)
 
 
 def counted_builds(llm: Any) -> Counter[int]:

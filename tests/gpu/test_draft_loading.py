@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from packaging.version import Version
-from releases import release
+from release_under_test import release
 from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
 
 from .test_graphs import SIZES, TOKENS
@@ -37,7 +37,7 @@ def test_draft_attends_by_its_own_backend(target: str, draft: str) -> None:
 
 @pytest.mark.skipif(Version("0.22") > release or release >= Version("0.23"), reason="backends agree on the layout")
 def test_cache_layouts_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_eagle_mrv2.hosts import draft_loading
+    from vllm_eagle_mrv2.releases import draft_loading
 
     asked_of: list[object] = []
     monkeypatch.setattr(draft_loading, "check_cache_layouts", lambda speculator, _: asked_of.append(speculator))

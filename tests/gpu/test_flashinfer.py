@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
-from releases import release
+from release_under_test import release
 from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
 
 from .test_graphs import SIZES, TOKENS, counted_builds, counted_replays

@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 from packaging.version import Version
-from releases import PROBABILISTIC, release, supplied
+from release_under_test import PROBABILISTIC, release, supplied
 from support import (
     Acceptance,
     engine,
@@ -26,7 +26,7 @@ from support import (
 )
 from triton.backends.nvidia.driver import CudaLauncher
 
-from vllm_eagle_mrv2.compile_ahead import THREAD
+from vllm_eagle_mrv2.draft_model.compile_ahead import THREAD
 from vllm_eagle_mrv2.kernels import decode_inputs, prefill_inputs, row_product, single_token_attention, step_update
 
 SIZES = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
@@ -273,7 +273,7 @@ def test_one_graph_holds_the_draft_phase(family: str) -> None:
         options = {"disable": disable}
         with engine("eagle_mrv2", family=family, options=options, compilation_config=SIZES) as llm:
             speculator = speculator_of(llm)
-            # By the host: a replay calls nothing.
+            # By the adapter: a replay calls nothing.
             combined, dispatched, launched = (
                 counted_calls(owner, name)
                 for owner, name in (
@@ -487,7 +487,7 @@ def test_hybrid_models_take_the_batchs_maximum_length(monkeypatch: pytest.Monkey
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.model_states import mamba_hybrid
 
-    from vllm_eagle_mrv2.hosts.v0_22 import speculator  # makes the seam
+    from vllm_eagle_mrv2.releases.v0_22 import speculator  # makes the seam
 
     state = object.__new__(mamba_hybrid.MambaHybridModelState)
     state.max_model_len = 4096

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from head_variants import write_head, write_head_of_last_state, write_head_of_layers
 from packaging.version import Version
-from releases import release
+from release_under_test import release
 from support import PAIR, Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
 
-from vllm_eagle_mrv2.draft_attention import Rope
+from vllm_eagle_mrv2.draft_model.attention import Rope
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 from .test_graphs import SIZES, TOKENS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.version import Version
-from releases import release
+from release_under_test import release
 from support import PAIR, Acceptance, engine, greedy, held_out_prompts, recorded_slots, runner_of, speculator_of
 
 from .test_graphs import SIZES, TOKENS, counted_replays

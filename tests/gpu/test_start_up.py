@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support import engine, greedy, held_out_prompts, recorded_log
 
-from vllm_eagle_mrv2.counters import PATHS, read_counts
+from vllm_eagle_mrv2.telemetry.counters import PATHS, read_counts
 
 IN_GRAPHS = ("one_draft_graph", "row_products", "two_stage_argmax")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from releases import supplied
+from release_under_test import supplied
 from support import Acceptance, engine, greedy, held_out_prompts
 from two_ranks import RANKS, VOCAB, drafts_on_two_ranks
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
-from releases import release
+from release_under_test import release
 from support import PAIR
 
+from vllm_eagle_mrv2.config.method import settings_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.method import request_of
 from vllm_eagle_mrv2.plugin import register
 
 
@@ -35,7 +35,7 @@ def test_what_the_release_lacks(arguments: dict[str, Any], what: str, served_fro
         with pytest.raises(EagleMRV2Error, match=f"^method=eagle_mrv2 runs on Model Runner V2, .* {what}"):
             asked.create_engine_config()
     elif "enable_return_routed_experts" not in arguments:  # which later releases refuse for models without experts
-        assert request_of(asked.create_engine_config().speculative_config) is not None
+        assert settings_of(asked.create_engine_config().speculative_config) is not None
 
 
 def test_a_deployment() -> None:

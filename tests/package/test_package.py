@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from vllm_eagle_mrv2.cli.recorded import recorded
+from vllm_eagle_mrv2.cli.doctor.recorded import recorded
 
 tomllib = pytest.importorskip("tomllib")  # of Python 3.11
 pytestmark = pytest.mark.package
@@ -91,7 +91,7 @@ def metadata(wheel: Path) -> email.message.Message:
 def test_the_source_distribution_has_every_file(tree: Path, sdist: Path) -> None:
     """Tests, results, surfaces and changelog among them."""
     files = {str(file.relative_to(tree)) for file in tree.rglob("*") if file.is_file() and "egg-info" not in str(file)}
-    assert {"CHANGELOG.md", "ci/results/README.md", "tests/package/test_package.py"} <= files
+    assert {"CHANGELOG.md", "benchmarks/results/README.md", "tests/package/test_package.py"} <= files
     assert [file for file in sorted(files) if not (sdist / file).is_file()] == []
 
 
@@ -115,7 +115,7 @@ def test_the_readme_of_an_index_page_links_to_no_file(wheel: Path) -> None:
     """There is none beside it; the file is named instead."""
     page = str(metadata(wheel).get_payload())
     assert "# vllm-eagle-mrv2" in page
-    assert "(`ci/results/README.md` in the source distribution)" in page
+    assert "(`benchmarks/results/README.md` in the source distribution)" in page
     assert re.findall(r"\]\((?!#|https:)[^)]*\)", page) == []
 
 

@@ -32,13 +32,13 @@ def one_rank_as_on_a_gpu(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The weights that the op multiplied single rows with through our kernel."""
-    from vllm_eagle_mrv2 import row_products
+    from vllm_eagle_mrv2.draft_model import linear
 
-    product, seen = row_products.row_product, []
+    product, seen = linear.row_product, []
 
     def counted(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         seen.append(weight)
         return product(row, weight, bias)
 
-    monkeypatch.setattr(row_products, "row_product", counted)
+    monkeypatch.setattr(linear, "row_product", counted)
     return seen

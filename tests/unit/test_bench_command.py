@@ -18,16 +18,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_eagle_mrv2.cli import app, bench_worker
-from vllm_eagle_mrv2.cli.bench_engines import Comparison, EnginePair, Subject, shape_subject
-from vllm_eagle_mrv2.cli.bench_report import BenchReport, draw, print_report, to_json
-from vllm_eagle_mrv2.cli.bench_types import Round, Row, Started
+from vllm_eagle_mrv2.cli import app
+from vllm_eagle_mrv2.cli.bench import worker
+from vllm_eagle_mrv2.cli.bench.engines import Comparison, EnginePair, Subject, shape_subject
+from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, print_report, to_json
+from vllm_eagle_mrv2.cli.bench.shapes import Shape
+from vllm_eagle_mrv2.cli.bench.types import Round, Row, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.list_options import expand
-from vllm_eagle_mrv2.cli.shapes import Shape
-from vllm_eagle_mrv2.method import detect_family
+from vllm_eagle_mrv2.config.method import detect_family
 
-bench_module = importlib.import_module("vllm_eagle_mrv2.cli.bench")  # the package's `bench` is the function
+bench_module = importlib.import_module("vllm_eagle_mrv2.cli.bench.command")  # the package's `bench` is the function
 H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
 CPU = Started(vllm_version="0.32.0", device="cpu", device_name="cpu")
 
@@ -304,15 +305,15 @@ def test_rows_before_a_failure_are_shown(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_burst_counts_as_so_many_tokens() -> None:
-    assert bench_worker.inter_token_latencies([(1.0, 1), (1.3, 3), (1.5, 1)]) == pytest.approx([0.1, 0.1, 0.1, 0.2])
-    assert bench_worker.inter_token_latencies([(1.0, 4)]) == []
+    assert worker.inter_token_latencies([(1.0, 1), (1.3, 3), (1.5, 1)]) == pytest.approx([0.1, 0.1, 0.1, 0.2])
+    assert worker.inter_token_latencies([(1.0, 4)]) == []
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
     values = [float(number) for number in range(100, 0, -1)]
-    assert (bench_worker.percentile(values, 50), bench_worker.percentile(values, 99)) == (50, 99)
-    assert bench_worker.percentile([3.0], 99) == 3
-    assert bench_worker.percentile([], 50) == 0
+    assert (worker.percentile(values, 50), worker.percentile(values, 99)) == (50, 99)
+    assert worker.percentile([3.0], 99) == 3
+    assert worker.percentile([], 50) == 0
 
 
 def test_steps_are_sorted_by_request() -> None:
@@ -320,7 +321,7 @@ def test_steps_are_sorted_by_request() -> None:
         return SimpleNamespace(request_id=str(request), outputs=[SimpleNamespace(token_ids=list(tokens))])
 
     steps = [(10.0, []), (10.5, [output(1, 7), output(0, 1)]), (11.5, [output(0, 2, 3)]), (12.0, [output(1, 8)])]
-    read = bench_worker._read_steps(steps, 10.0, 2)
+    read = worker._read_steps(steps, 10.0, 2)
     assert read["token_ids"] == [[1, 2, 3], [7, 8]]
     assert read["iterations"] == 3
     assert (read["itl_p50_ms"], read["itl_p99_ms"]) == (500, 1500)

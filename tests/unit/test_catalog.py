@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from vllm_eagle_mrv2.config.heads import detect_family
+from vllm_eagle_mrv2.config.method import settings_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.heads import detect_family
-from vllm_eagle_mrv2.method import request_of
 from vllm_eagle_mrv2.plugin import register
 
 pytest.importorskip("vllm")
@@ -168,7 +168,7 @@ def test_a_pair_beside_stock(head: str, folder: Folder) -> None:
         return
     config = built(folder(target), method="eagle_mrv2", **draft)
     assert config.speculative_config.method == stock == family
-    assert request_of(config.speculative_config).family == family
+    assert settings_of(config.speculative_config).family == family
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -177,7 +177,7 @@ def test_mtp_inside_a_target_beside_stock(target: str, folder: Folder) -> None:
     if stock_family(folder(target), "mtp", num_speculative_tokens=1) == "mtp":
         for draft in ({}, {"model": folder(target)}):
             config = built(folder(target), method="eagle_mrv2", num_speculative_tokens=1, **draft)
-            assert request_of(config.speculative_config).family == "mtp"
+            assert settings_of(config.speculative_config).family == "mtp"
         assert detect_family(folder(target), "another/copy") == "mtp"
         return
     assert_refused(target, folder, num_speculative_tokens=1)

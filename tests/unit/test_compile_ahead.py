@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_eagle_mrv2 import compile_ahead
+from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.kernels.launching import compiles_alone, launch
 
 pytest.importorskip("triton")
@@ -24,10 +24,10 @@ import sys
 import torch
 from triton.runtime.jit import JITFunction
 from test_kernels import poisoned, target_batch
-from vllm_eagle_mrv2 import compile_ahead
-from vllm_eagle_mrv2.batch_queue import BatchQueue
-from vllm_eagle_mrv2.buffers import SlotTable
-from vllm_eagle_mrv2.head import DraftHead
+from vllm_eagle_mrv2.draft_model import compile_ahead
+from vllm_eagle_mrv2.batch.queue import BatchQueue
+from vllm_eagle_mrv2.batch.buffers import SlotTable
+from vllm_eagle_mrv2.draft_model.head import DraftHead
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_keys
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support import DEPLOY
 
-from vllm_eagle_mrv2 import counters
-from vllm_eagle_mrv2.counters import FOLDER_VARIABLE, DraftCounter, read_counts, share_folder
+from vllm_eagle_mrv2.telemetry import counters
+from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, DraftCounter, read_counts, share_folder
 
 
 @pytest.fixture(autouse=True)

@@ -18,15 +18,15 @@ import pytest
 from packaging.version import Version
 from typer.testing import CliRunner
 
-from vllm_eagle_mrv2 import __version__, hosts
-from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2 import __version__, releases
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.recorded import recorded
+from vllm_eagle_mrv2.cli.doctor.recorded import SURFACES, recorded
+from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts.spec import Host
-from vllm_eagle_mrv2.surface import Symbol
+from vllm_eagle_mrv2.releases.spec import Release
+from vllm_eagle_mrv2.releases.surface import Symbol
 
-module = importlib.import_module("vllm_eagle_mrv2.cli.doctor")  # the package's attribute is the command
+module = importlib.import_module("vllm_eagle_mrv2.cli.doctor.command")  # the package's attribute is the command
 CHECKOUT = Path(__file__).parents[2]
 KEYS = {
     "package_version",
@@ -36,7 +36,7 @@ KEYS = {
     "torch",
     "triton",
     "platform",
-    "host",
+    "adapter",
     "plugin",
     "symbols",
     "behaviours",
@@ -75,14 +75,14 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts a vLLM in place, healthy unless told otherwise, and the host for its minor."""
+    """Puts a vLLM in place, healthy unless told otherwise, and the adapter for its minor."""
 
     def put(
         version: str = "0.40.0",
         lacking: str | None = None,
         speculator_class: Any = lambda family: object,
         plugin: bool = True,
-        **host: Any,
+        **adapter: Any,
     ) -> None:
         def add(name: str, **content: Any) -> None:
             fake = ModuleType(name)
@@ -94,7 +94,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         add("vllm.platforms", current_platform=SimpleNamespace(device_type="made-up"))
         add("made_up_surface", **{name: object for name in ("Kept", "Called") if name != lacking})
         add("made_up_speculators", speculator_class=speculator_class)
-        theirs = Host(
+        theirs = Release(
             **{
                 "name": "made_up",
                 "series": ("0.40", "0.41"),
@@ -107,10 +107,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
                 "not_offered": {Behaviour.DYNAMIC_DRAFT_LENGTH: ""},
                 "speculators": "made_up_speculators",
                 "unsupported": ("drafting on Sundays",),
-                **host,
+                **adapter,
             }
         )
-        monkeypatch.setattr(hosts, "all_hosts", lambda: [theirs])
+        monkeypatch.setattr(releases, "all_releases", lambda: [theirs])
         entries = [SimpleNamespace(name="eagle_mrv2")] if plugin else []
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -127,7 +127,7 @@ def test_a_healthy_vllm(install: Install) -> None:
     assert report["source"] == "installed"
     assert report["vllm_version"] == "0.40.0"
     assert report["platform"] == "SimpleNamespace (made-up)"
-    assert report["host"] == {"name": "made_up", "series": ["0.40", "0.41"]}
+    assert report["adapter"] == {"name": "made_up", "series": ["0.40", "0.41"]}
     assert report["plugin"] == {"registered": True, "vllm_plugins": None, "loaded": True}
     assert report["counts"] == {"found": 2, "missing": 0, "changed": 0}
     assert {one["name"] for one in report["symbols"]} == {"Kept", "Called"}
@@ -220,7 +220,7 @@ def test_vllm_is_not_installed(case: str, install: Install, monkeypatch: Any) ->
     report = run_json()
     assert report["exit_code"] == 2
     assert report["vllm_version"] is None
-    assert report["host"] is None
+    assert report["adapter"] is None
     (problem,) = report["problems"]
     assert problem.startswith("vLLM is not installed here")
     assert "FAILED" in run()[1]
@@ -232,23 +232,23 @@ def test_a_release_without_a_host(release: str, newer: bool, install: Install) -
     report = run_json()
     assert report["exit_code"] == 1
     with pytest.raises(EagleMRV2Error) as refused:
-        hosts.host_for(release)
+        releases.release_for(release)
     assert report["problems"] == [str(refused.value)]
-    assert report["host"] is None
+    assert report["adapter"] is None
     assert report["symbols"] == []
-    assert any("ci/record_surface.py --drift 0.42.0 prints" in note for note in report["notes"]) == newer
+    assert any("tools/record_surface.py --drift 0.42.0 prints" in note for note in report["notes"]) == newer
 
 
 def test_a_broken_host_of_another_package(install: Install, monkeypatch: Any) -> None:
     install()
 
-    def fail() -> list[Host]:
+    def fail() -> list[Release]:
         raise ImportError("no module named fork")
 
-    monkeypatch.setattr(hosts, "all_hosts", fail)
+    monkeypatch.setattr(releases, "all_releases", fail)
     report = run_json()
     assert report["exit_code"] == 1
-    assert "vllm_eagle_mrv2.hosts is broken (ImportError: no module named fork)" in report["problems"][0]
+    assert "vllm_eagle_mrv2.releases is broken (ImportError: no module named fork)" in report["problems"][0]
 
 
 def test_a_speculator_that_cannot_be_made(install: Install) -> None:
@@ -258,7 +258,7 @@ def test_a_speculator_that_cannot_be_made(install: Install) -> None:
     install(speculator_class=fail)
     report = run_json()
     assert report["exit_code"] == 1
-    assert report["problems"] == ["the speculator of host made_up cannot be made (TypeError: no eagle today)."]
+    assert report["problems"] == ["the speculator of adapter made_up cannot be made (TypeError: no eagle today)."]
 
 
 def test_what_the_host_refuses_is_listed(install: Install) -> None:
@@ -336,19 +336,19 @@ def test_a_recorded_release(release: str, monkeypatch: Any) -> None:
     report = run_json("--surface", release)
     assert report["problems"] == []
     assert report["vllm_version"] == release
-    host = hosts.host_for(release)
-    assert report["host"] == {"name": host.name, "series": list(host.series)}
-    assert report["counts"]["found"] == len(host.symbols_of(Version(release))) > 0
+    adapter = releases.release_for(release)
+    assert report["adapter"] == {"name": adapter.name, "series": list(adapter.series)}
+    assert report["counts"]["found"] == len(adapter.symbols_of(Version(release))) > 0
     assert report["plugin"] is None
 
 
 def test_every_supported_minor_is_recorded() -> None:
-    series = {minor for host in hosts.all_hosts() for minor in host.series}
+    series = {minor for adapter in releases.all_releases() for minor in adapter.series}
     assert {".".join(release.split(".")[:2]) for release in recorded()} == series
 
 
 def test_the_recordings_are_those_of_the_checkout() -> None:
-    assert {file.parent for file in recorded().values()} == {CHECKOUT / "ci" / "surfaces"}
+    assert {file.parent for file in recorded().values()} == {SURFACES}
 
 
 def test_a_recording_by_its_path(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_recording_by_its_path(tmp_path: Path) -> None:
     copy.write_text(json.dumps(surface))
     assert run_json("--surface", str(copy))["vllm_version"] == release
 
-    symbol = hosts.host_for(release).symbols_of(Version(release))[0]
+    symbol = releases.release_for(release).symbols_of(Version(release))[0]
     del surface["symbols"][symbol.key]
     surface["missing"].append(symbol.key)
     copy.write_text(json.dumps(surface))

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_eagle_mrv2.draft_config import fit_to_target, takes_auxiliary_states
+from vllm_eagle_mrv2.config.draft_config import fit_to_target, takes_auxiliary_states
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.plugin import register
 

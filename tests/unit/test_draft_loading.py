@@ -11,13 +11,13 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from vllm_eagle_mrv2 import hosts
-from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2 import releases
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.method import Settings
+from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts import draft_loading
-from vllm_eagle_mrv2.hosts.common import StockHost
-from vllm_eagle_mrv2.method import Request
-from vllm_eagle_mrv2.options import Options
+from vllm_eagle_mrv2.releases import draft_loading
+from vllm_eagle_mrv2.releases.common import StockAdapter
 
 
 class Target(nn.Module):
@@ -79,7 +79,7 @@ def bare_draft() -> nn.Module:
 
 def load(monkeypatch: pytest.MonkeyPatch, release: str, speculator: Any, target: Any) -> Any:
     """The draft that a release's speculator of ours loads."""
-    monkeypatch.setattr(hosts, "installed_release", lambda: Version(release))
+    monkeypatch.setattr(releases, "installed_version", lambda: Version(release))
     with draft_loading.repaired(speculator, target):
         speculator.load_model(target)
     return speculator.model
@@ -259,14 +259,14 @@ def test_stock_orders_caches_beside_mamba() -> None:
     draft_loading.check_cache_layouts(*caches(layers, ["target", "draft", "mamba"]))
 
 
-# All hosts load so
+# All adapters load so
 
 
-def test_hosts_load_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Speculator(StockHost, Stock):  # type: ignore[misc]
+def test_adapters_load_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Speculator(StockAdapter, Stock):  # type: ignore[misc]
         def __init__(self, draft: nn.Module, vllm_config: Any) -> None:
             Stock.__init__(self, draft, vllm_config)
-            self.request = Request("eagle", Options())
+            self.settings = Settings("eagle", Options())
             self.options = Options(
                 disable=frozenset(
                     {Behaviour.SINGLE_TOKEN_ATTENTION, Behaviour.ROW_PRODUCTS, Behaviour.TWO_STAGE_ARGMAX}
@@ -274,7 +274,7 @@ def test_hosts_load_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             self.draft_logits = None
 
-    monkeypatch.setattr(hosts, "installed_release", lambda: Version("0.25.1"))
+    monkeypatch.setattr(releases, "installed_version", lambda: Version("0.25.1"))
     speculator = Speculator(bare_draft(), configuration(moe_backend="triton"))
     target = MultimodalTarget()
     speculator.load_model(target)

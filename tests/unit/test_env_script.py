@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ci_scripts import CI
+from scripts import CI
 
 ENV = CI / "env.sh"
 

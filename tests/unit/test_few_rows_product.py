@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from vllm_eagle_mrv2 import row_products
+from vllm_eagle_mrv2.draft_model import linear
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.greedy import LEAST, best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
@@ -116,7 +116,7 @@ def test_what_it_is_for(
         return F.linear(x, weight)
 
     monkeypatch.setattr(few_rows, "few_rows_product", product)
-    monkeypatch.setattr(row_products, "row_product", lambda row, weight, bias: F.linear(row, weight, bias))
+    monkeypatch.setattr(linear, "row_product", lambda row, weight, bias: F.linear(row, weight, bias))
     x, weight = torch.ones(rows, 4, dtype=dtype, device=DEVICE), torch.ones(outputs, 4, dtype=dtype, device=DEVICE)
     assert torch.ops.vllm_eagle_mrv2.linear(x, weight, None).shape == (rows, outputs)
     assert called == [rows] * ours

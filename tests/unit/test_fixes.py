@@ -7,11 +7,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from ci_scripts import ci_module
 from packaging.version import Version
+from scripts import script
 
-from vllm_eagle_mrv2.cli.recorded import recorded
-from vllm_eagle_mrv2.fixes import FIXES, Fix
+from vllm_eagle_mrv2.cli.doctor.recorded import recorded
+from vllm_eagle_mrv2.releases.fixes import FIXES, Fix
 
 TESTS = Path(__file__).parents[1]
 RELEASES = [Version(release) for release in recorded()]
@@ -19,7 +19,7 @@ RELEASES = [Version(release) for release in recorded()]
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    return ci_module("readme_tables")
+    return script("readme_tables")
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.symptom[:40])
@@ -40,4 +40,4 @@ def test_states() -> None:
 
 def test_the_page_is_up_to_date(tables: ModuleType) -> None:
     page = tables.FIXES_PAGE
-    assert tables.rewrite(page.read_text(encoding="utf-8"), tables.PAGES[page])[1] == [], "run ci/readme_tables.py"
+    assert tables.rewrite(page.read_text(encoding="utf-8"), tables.PAGES[page])[1] == [], "run tools/readme_tables.py"

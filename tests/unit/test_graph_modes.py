@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from vllm_eagle_mrv2.batch_queue import BatchQueue
-from vllm_eagle_mrv2.behaviours import Behaviour
-from vllm_eagle_mrv2.options import Options
-from vllm_eagle_mrv2.speculator import GraphRun
+from vllm_eagle_mrv2.batch.queue import BatchQueue
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.drafting.loop import GraphRun
 
 pytest.importorskip("vllm.config.compilation")
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from vllm_eagle_mrv2.hosts.common import StockHost
+from vllm_eagle_mrv2.releases.common import StockAdapter
 
 NONE, PIECEWISE, FULL, BOTH = (
     CUDAGraphMode.NONE,
@@ -55,10 +55,10 @@ class Stock:
     """What a stock speculator does with the target's groups: builders look at the mode of the configuration."""
 
     def set_attn(self, *supports: Any) -> None:
-        host: Any = self
-        host.seen = host.vllm_config.compilation_config.cudagraph_mode
-        host.sized = host.in_decode_sizes
-        host.attn_groups = [
+        adapter: Any = self
+        adapter.seen = adapter.vllm_config.compilation_config.cudagraph_mode
+        adapter.sized = adapter.in_decode_sizes
+        adapter.attn_groups = [
             [SimpleNamespace(kv_cache_spec=None, get_metadata_builder=lambda i, each=each: self._builder(each))]
             for each in supports
         ]
@@ -68,7 +68,7 @@ class Stock:
         return SimpleNamespace(get_cudagraph_support=lambda vllm_config, kv_cache_spec: support)
 
 
-class Host(StockHost, Stock):
+class Release(StockAdapter, Stock):
     prefill_manager_class = decode_manager_class = Manager  # type: ignore[assignment]
     in_decode_sizes = False
     refreshes_in_graph = True
@@ -76,7 +76,7 @@ class Host(StockHost, Stock):
     def __init__(self, asked: Any, disable: set[Behaviour], enforce_eager: bool, dp_size: int) -> None:
         self.dp_size = dp_size
         self.options = Options(disable=frozenset(disable))
-        self.request: Any = SimpleNamespace(enforce_eager=enforce_eager)
+        self.settings: Any = SimpleNamespace(enforce_eager=enforce_eager)
         self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=asked))
         self.num_speculative_steps, self.device = 3, None  # type: ignore[assignment]
         self._asked_mode, self._target_mode, self.filters_drafts = asked, None, False
@@ -102,19 +102,19 @@ def modes(
     builders_first: bool = True,
 ) -> tuple[Any, Any]:
     """Graph modes of draft prefill and of draft decode."""
-    host = Host(asked, set() if disable is None else {disable}, enforce_eager, dp_size)
-    config = host.vllm_config.compilation_config
+    adapter = Release(asked, set() if disable is None else {disable}, enforce_eager, dp_size)
+    config = adapter.vllm_config.compilation_config
     config.cudagraph_mode = target
     if builders_first:
-        host.set_attn(*supports)
-    host.init_cudagraph_manager(target)
+        adapter.set_attn(*supports)
+    adapter.init_cudagraph_manager(target)
     if not builders_first:
-        host.set_attn(*supports)
+        adapter.set_attn(*supports)
     assert config.cudagraph_mode is target
     as_stock = disable is Behaviour.DRAFT_GRAPHS_BY_SUPPORT or enforce_eager or dp_size > 1
-    assert host.seen is (target if as_stock else asked)
-    assert host.sized, "a builder prepares for the sizes that its graphs will have"
-    return host.prefill_cudagraph_manager.mode, host.decode_cudagraph_manager.mode
+    assert adapter.seen is (target if as_stock else asked)
+    assert adapter.sized, "a builder prepares for the sizes that its graphs will have"
+    return adapter.prefill_cudagraph_manager.mode, adapter.decode_cudagraph_manager.mode
 
 
 @pytest.mark.parametrize(
@@ -129,23 +129,23 @@ def modes(
 )
 def test_layers_of_ours_have_graphs_without_builders(changed: dict[str, Any], needed: bool) -> None:
     """FlashInfer's builder has none for a draft decode that it must plan; of what our kernel cannot do, it is asked."""
-    host = Host(BOTH, set(), enforce_eager=False, dp_size=1)
-    host.vllm_config.parallel_config = SimpleNamespace()
-    host._attends_by_ours, host.block_tables.cp_size = True, changed.get("cp_size", 1)
+    adapter = Release(BOTH, set(), enforce_eager=False, dp_size=1)
+    adapter.vllm_config.parallel_config = SimpleNamespace()
+    adapter._attends_by_ours, adapter.block_tables.cp_size = True, changed.get("cp_size", 1)
     builder = SimpleNamespace(
         get_cudagraph_support=lambda vllm_config, kv_cache_spec: AttentionCGSupport.NEVER, **changed
     )
 
     def set_attn(self: Stock) -> None:
         group = SimpleNamespace(kv_cache_spec=None, get_metadata_builder=lambda i: builder, **changed)
-        host.attn_groups = [[group]]
+        adapter.attn_groups = [[group]]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stock, "set_attn", set_attn)
-        host.set_attn()
-    host.init_cudagraph_manager(NONE)
-    assert host.needs_no_builder is not needed
-    assert (host.decode_cudagraph_manager.mode is NONE) is needed
+        adapter.set_attn()
+    adapter.init_cudagraph_manager(NONE)
+    assert adapter.needs_no_builder is not needed
+    assert (adapter.decode_cudagraph_manager.mode is NONE) is needed
 
 
 @pytest.mark.parametrize(
@@ -158,11 +158,11 @@ def test_layers_of_ours_have_graphs_without_builders(changed: dict[str, Any], ne
     ],
 )
 def test_whose_memory_the_graphs_take(target: Any, disable: set[Behaviour], expected: set[str]) -> None:
-    host = Host(BOTH, disable, enforce_eager=False, dp_size=1)
-    host.set_attn(SINGLE_TOKEN)
-    host.init_cudagraph_manager(target)
-    assert host.decode_cudagraph_manager.mode is DECODE_ONLY
-    assert {host.prefill_cudagraph_manager.pool, host.decode_cudagraph_manager.pool} == expected
+    adapter = Release(BOTH, disable, enforce_eager=False, dp_size=1)
+    adapter.set_attn(SINGLE_TOKEN)
+    adapter.init_cudagraph_manager(target)
+    assert adapter.decode_cudagraph_manager.mode is DECODE_ONLY
+    assert {adapter.prefill_cudagraph_manager.pool, adapter.decode_cudagraph_manager.pool} == expected
 
 
 @pytest.mark.parametrize("builders_first", [True, False], ids=["0.26", "0.20"])
@@ -211,17 +211,17 @@ def test_data_parallel_ranks_have_what_stock_has() -> None:
 def test_the_prefill_is_the_whole_phase_of_one_draft_token(
     num_tokens: int, disable: set[Behaviour], whole: bool
 ) -> None:
-    host: Any = Host(BOTH, disable, enforce_eager=False, dp_size=1)
-    host.num_speculative_steps = 1
-    host.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False)
+    adapter: Any = Release(BOTH, disable, enforce_eager=False, dp_size=1)
+    adapter.num_speculative_steps = 1
+    adapter.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False)
     graph = Descriptor(FULL, num_tokens)
-    host.prefill_cudagraph_manager = SimpleNamespace(_capture_descs={FULL: [graph]})
-    host._phase_graphs = host._find_phase_graphs()
-    assert host._decodes_in_graph_of(graph) is None
-    assert host.holds_draft_phase(SimpleNamespace(full=True, descriptor=graph)) is whole
+    adapter.prefill_cudagraph_manager = SimpleNamespace(_capture_descs={FULL: [graph]})
+    adapter._phase_graphs = adapter._find_phase_graphs()
+    assert adapter._decodes_in_graph_of(graph) is None
+    assert adapter.holds_draft_phase(SimpleNamespace(full=True, descriptor=graph)) is whole
 
 
-class Dispatching(Host):
+class Dispatching(Release):
     """Has graphs of whole draft phases for one and two requests, and notes what it dispatches."""
 
     def __init__(self) -> None:
@@ -248,20 +248,20 @@ class Dispatching(Host):
 
 
 def test_the_graph_of_a_batch_is_looked_up_once() -> None:
-    host = Dispatching()
-    assert host.graph_of(1) is None
-    host.graphs_captured()
-    assert [host.graph_of(number) for number in (1, 2, 1, 2, 3)] == [1, 2, 1, 2, None]
-    assert host.graph_of(1, query_len=3) is host.graph_of(1, eager=True) is None
-    assert host.dispatched == [1, 2, 3]
+    adapter = Dispatching()
+    assert adapter.graph_of(1) is None
+    adapter.graphs_captured()
+    assert [adapter.graph_of(number) for number in (1, 2, 1, 2, 3)] == [1, 2, 1, 2, None]
+    assert adapter.graph_of(1, query_len=3) is adapter.graph_of(1, eager=True) is None
+    assert adapter.dispatched == [1, 2, 3]
 
 
 def test_graphs_that_were_dropped_are_not_replayed() -> None:
-    host = Dispatching()
-    host.graphs_captured()
-    assert host.graph_of(1) == 1
-    host.prefill_cudagraph_manager.graphs.clear()  # type: ignore[attr-defined]
-    assert host.graph_of(1) is None
+    adapter = Dispatching()
+    adapter.graphs_captured()
+    assert adapter.graph_of(1) == 1
+    adapter.prefill_cudagraph_manager.graphs.clear()  # type: ignore[attr-defined]
+    assert adapter.graph_of(1) is None
 
 
 @pytest.mark.parametrize(
@@ -279,18 +279,18 @@ def test_graphs_that_were_dropped_are_not_replayed() -> None:
     ids=str,
 )
 def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, Any], wanted: str | None) -> None:
-    host = Host(BOTH, changed.get("disable", set()), enforce_eager=False, dp_size=1)
-    host.vllm_config.parallel_config = SimpleNamespace(pipeline_parallel_size=changed.get("stages", 1))
+    adapter = Release(BOTH, changed.get("disable", set()), enforce_eager=False, dp_size=1)
+    adapter.vllm_config.parallel_config = SimpleNamespace(pipeline_parallel_size=changed.get("stages", 1))
     descs = {FULL: [SimpleNamespace(num_tokens=8), SimpleNamespace(num_tokens=4)]}
     descs[PIECEWISE] = [SimpleNamespace(num_tokens=512)]
-    host.prefill_cudagraph_manager = SimpleNamespace(_capture_descs=descs)  # type: ignore[assignment]
+    adapter.prefill_cudagraph_manager = SimpleNamespace(_capture_descs=descs)  # type: ignore[assignment]
     if target is not None:
         last = None if target["last"] is None else torch.zeros(target["last"], 2)
         graphs = SimpleNamespace(
             hidden_states=last, aux_hidden_states=[torch.zeros(n, 2) for n in target.get("aux", ())]
         )
-        host.target_graphs = lambda: graphs
-    found = host._find_target_outputs()
+        adapter.target_graphs = lambda: graphs
+    found = adapter._find_target_outputs()
     assert (found is not None) is (wanted is not None)
     if found is not None:
         expected = [graphs.hidden_states] if wanted == "last" else graphs.aux_hidden_states
@@ -299,13 +299,13 @@ def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, 
 
 def test_captures_find_no_batch_and_leave_none() -> None:
     """A warm-up takes the next slot: one of a batch long gone would send it to memory that is others' by now."""
-    host: Any = Host(BOTH, set(), enforce_eager=False, dp_size=1)
-    host.num_speculative_steps, host.max_num_reqs, host.device = 1, 4, torch.device("cpu")
-    host.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False, pipeline_parallel_size=1)
-    host.target_input_buffers = host.target_attn_groups = None
-    host.on_prefill_begin = host.on_prefill_end = lambda num_reqs: None
-    queue = BatchQueue(host.device, filters=False)
-    host.loop = SimpleNamespace(queue=queue, phase=None)
+    adapter: Any = Release(BOTH, set(), enforce_eager=False, dp_size=1)
+    adapter.num_speculative_steps, adapter.max_num_reqs, adapter.device = 1, 4, torch.device("cpu")
+    adapter.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False, pipeline_parallel_size=1)
+    adapter.target_input_buffers = adapter.target_attn_groups = None
+    adapter.on_prefill_begin = adapter.on_prefill_end = lambda num_reqs: None
+    queue = BatchQueue(adapter.device, filters=False)
+    adapter.loop = SimpleNamespace(queue=queue, phase=None)
     graphs = [Descriptor(FULL, 2), Descriptor(FULL, 1)]
     bring_inputs = []
 
@@ -315,14 +315,14 @@ def test_captures_find_no_batch_and_leave_none() -> None:
         bring_inputs.extend(held(graph)["inputs"] for graph in graphs)
         queue.taken += 1
 
-    host.prefill_cudagraph_manager = SimpleNamespace(
+    adapter.prefill_cudagraph_manager = SimpleNamespace(
         _capture_descs={FULL: graphs}, use_breakable_cg=False, capture_fresh=capture_fresh
     )
-    host.decode_cudagraph_manager = None
+    adapter.decode_cudagraph_manager = None
     queue.slots.fill_(7)
     queue.taken += 1
-    host._phase_runs[1, 2] = "of a graph that was captured before"
-    host.capture()
-    assert not host._phase_runs
+    adapter._phase_runs[1, 2] = "of a graph that was captured before"
+    adapter.capture()
+    assert not adapter._phase_runs
     assert bring_inputs == [True, False]
     assert not queue.taken

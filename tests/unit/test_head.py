@@ -18,15 +18,15 @@ from torch import nn
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from vllm_eagle_mrv2 import head as head_module
-from vllm_eagle_mrv2.draft_logits import DraftLogits
-from vllm_eagle_mrv2.draft_vocab import TrimmedHead
+from vllm_eagle_mrv2.config.vocab_ranking import KeptTokens
+from vllm_eagle_mrv2.draft_model import head as head_module
+from vllm_eagle_mrv2.draft_model.head import DraftHead
+from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits
+from vllm_eagle_mrv2.draft_model.trimmed_head import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.head import DraftHead
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_product
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
-from vllm_eagle_mrv2.ranking import DraftTokens
 
 VOCAB, HIDDEN = 300, 16
 LOW_IDS = tuple(range(2, 72))  # 70 tokens, which are all in the first rank's shard of the whole head
@@ -89,8 +89,8 @@ def pair(finish: Callable[[torch.Tensor], torch.Tensor] | None = None, **how: An
     return Model(head, finish, **how), Model(head, None)
 
 
-def tokens(*ids: int) -> DraftTokens:
-    return DraftTokens(ids, "ranking.json", None)
+def tokens(*ids: int) -> KeptTokens:
+    return KeptTokens(ids, "ranking.json", None)
 
 
 def trim(draft: Model, target: Model, *ids: int) -> tuple[TrimmedHead, DraftHead]:
@@ -225,16 +225,16 @@ def test_a_draft_vocabulary_that_is_replaced_in_place(monkeypatch: pytest.Monkey
 def speculator_of_0_20() -> Any:
     """The class; the test is skipped where vLLM lacks what its module imports."""
     try:
-        return importlib.import_module("vllm_eagle_mrv2.hosts.v0_20.speculator").EagleMRV2Speculator
+        return importlib.import_module("vllm_eagle_mrv2.releases.v0_20.speculator").EagleMRV2Speculator
     except ImportError as error:
-        pytest.skip(f"the installed vLLM lacks what the host of 0.20 imports: {error}")
+        pytest.skip(f"the installed vLLM lacks what the adapter of 0.20 imports: {error}")
 
 
 @pytest.mark.parametrize("by_columns", [True, False], ids=["the head's columns", "two_stage_argmax disabled"])
 @pytest.mark.usefixtures("one_rank")
 def test_what_vllm_0_20_samples_from(by_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same drafts either way, of greedy requests and others; that release has no engine on a CPU."""
-    host = speculator_of_0_20()
+    adapter = speculator_of_0_20()
     monkeypatch.setattr(head_module, "_SCATTERING", frozenset({Eagle3.__module__}))
     draft, hidden, rows = Eagle3(pair()[0].lm_head), states(), []
     compute_logits = Eagle3.compute_logits
@@ -252,7 +252,7 @@ def test_what_vllm_0_20_samples_from(by_columns: bool, monkeypatch: pytest.Monke
         torch.tensor(1),
     )
     speculator = SimpleNamespace(model=draft, _head=DraftHead(draft) if by_columns else None)
-    drafted = best_tokens(host.sample_draft(speculator, hidden, *of_rows, None))
+    drafted = best_tokens(adapter.sample_draft(speculator, hidden, *of_rows, None))
     assert bool(rows) is not by_columns
     positions, mapping, temperature, seeds, step = of_rows
     row = compute_logits(draft, hidden)
@@ -264,7 +264,7 @@ def test_what_vllm_0_20_samples_from(by_columns: bool, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("one_rank")
 def test_vllm_0_20_leaves_greedy_rows_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few rows with a head of the target's vocabulary; what few are, here is a matter of the test."""
-    host = speculator_of_0_20()
+    adapter = speculator_of_0_20()
     mapping, temperature = torch.arange(9, dtype=torch.int32) % 4, torch.tensor([0.0, 0.7, 0.0, 1.3])
     hidden = states().half()
     weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).half()
@@ -274,7 +274,7 @@ def test_vllm_0_20_leaves_greedy_rows_to_the_product(monkeypatch: pytest.MonkeyP
 
     speculator = SimpleNamespace(_head=SimpleNamespace(logits_by_temperature=compute, offsets=None))
     positions, seeds, step = torch.arange(9) + 16, torch.arange(4), torch.tensor(1)
-    drafted = best_tokens(host.sample_draft(speculator, hidden, positions, mapping, temperature, seeds, step, None))
+    drafted = best_tokens(adapter.sample_draft(speculator, hidden, positions, mapping, temperature, seeds, step, None))
     row = few_rows_product(hidden, weight)
     expected = best_tokens(sample_with_target_noise(row, None, mapping, temperature, seeds, positions, step))
     assert drafted.tolist() == expected.tolist()

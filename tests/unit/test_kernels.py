@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_eagle_mrv2.batch_queue import BatchQueue
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
+from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
+from vllm_eagle_mrv2.batch.queue import BatchQueue
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs, prepare_decode_inputs_reference
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_prefill_inputs_reference

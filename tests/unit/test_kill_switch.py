@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from support import PAIR, recorded_log
 
-from vllm_eagle_mrv2 import hosts, kill_switch, seams
+from vllm_eagle_mrv2 import releases
+from vllm_eagle_mrv2.config import kill_switch
+from vllm_eagle_mrv2.config.method import MARKER, settings_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.method import MARKER, request_of
+from vllm_eagle_mrv2.patches import engine_args
 from vllm_eagle_mrv2.plugin import register
 
 pytest.importorskip("vllm")
@@ -29,7 +31,7 @@ def unsupported_release(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse() -> Any:
         raise EagleMRV2Error("vllm-eagle-mrv2 does not support this vLLM; use another.")
 
-    monkeypatch.setattr(hosts, "installed_host", refuse)
+    monkeypatch.setattr(releases, "installed_release", refuse)
     monkeypatch.setenv(kill_switch.VARIABLE, "1")
     monkeypatch.setenv(V2_VARIABLE, "")  # so that what is left in it is gone after the test
     monkeypatch.delenv(V2_VARIABLE)
@@ -47,7 +49,7 @@ def ask(method: str = "eagle_mrv2", family: str = "eagle", **more: Any) -> Engin
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
 def test_the_configuration_is_stocks(family: str) -> None:
     ours, stock = ask(family=family).create_engine_config(), ask(family, family).create_engine_config()
-    assert request_of(ours.speculative_config) is None
+    assert settings_of(ours.speculative_config) is None
     assert ours.speculative_config == stock.speculative_config
     assert ours.additional_config == stock.additional_config
     assert ours.compute_hash() == stock.compute_hash()
@@ -71,7 +73,7 @@ def test_one_warning_a_process() -> None:
 @pytest.mark.parametrize("value", ["1", "true", "Yes", " ON "])
 def test_on(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kill_switch.VARIABLE, value)
-    assert request_of(ask().create_engine_config().speculative_config) is None
+    assert settings_of(ask().create_engine_config().speculative_config) is None
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "False", "no", "OFF"])
@@ -91,7 +93,7 @@ def test_a_value_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
         "EAGLE_MRV2_DISABLE='maybe' is neither on nor off; set it to 1 for stock vLLM's own method, "
         "or unset it for eagle_mrv2."
     )
-    assert request_of(ask("eagle").create_engine_config().speculative_config) is None, "nobody asked for us"
+    assert settings_of(ask("eagle").create_engine_config().speculative_config) is None, "nobody asked for us"
 
 
 def test_a_draft_whose_family_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,15 +110,15 @@ def test_a_draft_whose_family_cannot_be_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_switched_on_between_two_uses_of_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     arguments = ask()
-    assert request_of(arguments.create_engine_config().speculative_config) is not None
+    assert settings_of(arguments.create_engine_config().speculative_config) is not None
     monkeypatch.setenv(kill_switch.VARIABLE, "1")
     with recorded_log() as log:
-        assert request_of(arguments.create_engine_config().speculative_config) is None
+        assert settings_of(arguments.create_engine_config().speculative_config) is None
     assert len(log) == 1
     assert MARKER not in arguments.speculative_config
 
 
 def test_a_vllm_without_what_is_wrapped_stays_as_it_is() -> None:
     renamed = ModuleType("vllm.v1.worker.gpu.model_runner")
-    seams._wrap_init_speculator(renamed)
+    engine_args._wrap_init_speculator(renamed)
     assert not hasattr(renamed, "init_speculator")

@@ -14,20 +14,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.method import (
+from vllm_eagle_mrv2.config.method import (
     FAMILIES,
     MARKER,
-    Request,
+    Settings,
     detect_family,
     is_ours,
     mark,
     names,
     parse_short_form,
-    request_of,
+    settings_of,
     translate,
 )
-from vllm_eagle_mrv2.options import Options, parse_options
+from vllm_eagle_mrv2.config.options import Options, parse_options
+from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1}
@@ -186,19 +186,19 @@ def test_translate(checkpoint: Checkpoint) -> None:
     kept = dict(asked)
     options = parse_options({"eagle_mrv2": {"disable": ["full_decode_only"]}})
 
-    config, request = translate(asked, "target", options)
+    config, settings = translate(asked, "target", options)
 
     assert config == {"method": "eagle", "model": draft, "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
-    assert request == Request(family="eagle", options=options)
+    assert settings == Settings(family="eagle", options=options)
     assert asked == kept
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forced_family_needs_no_checkpoint_that_can_be_read(family: str) -> None:
     asked = {"method": f"eagle_mrv2:{family}", "model": "/not/there", "num_speculative_tokens": 1}
-    config, request = translate(asked, "target", Options())
+    config, settings = translate(asked, "target", Options())
     assert config["method"] == family
-    assert request.family == family
+    assert settings.family == family
 
 
 @pytest.mark.parametrize("forced", ["medusa", "eagle:eagle3", "eagle "])
@@ -268,8 +268,8 @@ def test_mtp_needs_no_model() -> None:
 def test_the_request_says_who_asked_for_an_eager_draft(given: dict[str, Any], asked_for: bool) -> None:
     """vLLM fills the field of its own configuration in by itself, so the user's word is kept apart."""
     asked = {"method": "eagle_mrv2:eagle", "model": "/m", "num_speculative_tokens": 3, **given}
-    config, request = translate(asked, "t", Options())
-    assert request == Request("eagle", Options(), enforce_eager=asked_for)
+    config, settings = translate(asked, "t", Options())
+    assert settings == Settings("eagle", Options(), enforce_eager=asked_for)
     assert [config[key] for key in config if key == "enforce_eager"] == list(given.values())
 
 
@@ -288,9 +288,9 @@ def test_no_draft_model_where_the_target_has_mtp_layers(
     method: str, model: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
     target = checkpoint(MIMO, name="t")
-    config, request = translate({"method": method, "num_speculative_tokens": 1, **model}, target, Options())
+    config, settings = translate({"method": method, "num_speculative_tokens": 1, **model}, target, Options())
     assert config == {"method": "mtp", "num_speculative_tokens": 1}
-    assert request.family == "mtp"
+    assert settings.family == "mtp"
 
 
 # vLLM reads the path of an MTP draft before its configuration
@@ -612,18 +612,20 @@ def test_config_that_is_not_json(tmp_path: Path) -> None:
 
 
 def test_mark_and_request_of() -> None:
-    config, request = SimpleNamespace(method="eagle"), Request("eagle", Options())
-    assert request_of(config) is None
-    mark(config, request)
-    assert request_of(config) is request
-    assert request_of(SimpleNamespace(method="eagle_mrv2")) is None
-    assert request_of(SimpleNamespace(**{MARKER: "eagle"})) is None
-    assert request_of(None) is None
+    config, settings = SimpleNamespace(method="eagle"), Settings("eagle", Options())
+    assert settings_of(config) is None
+    mark(config, settings)
+    assert settings_of(config) is settings
+    assert settings_of(SimpleNamespace(method="eagle_mrv2")) is None
+    assert settings_of(SimpleNamespace(**{MARKER: "eagle"})) is None
+    assert settings_of(None) is None
 
 
 def test_a_request_travels() -> None:
-    request = Request("eagle3", parse_options({"eagle_mrv2": {"disable": ["actual_max_seq_len"]}}), enforce_eager=True)
+    settings = Settings(
+        "eagle3", parse_options({"eagle_mrv2": {"disable": ["actual_max_seq_len"]}}), enforce_eager=True
+    )
     config = SimpleNamespace()
-    mark(config, request)
+    mark(config, settings)
     for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), copy.copy(config)):
-        assert request_of(copied) == request
+        assert settings_of(copied) == settings

@@ -14,10 +14,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.v1.metrics import prometheus
 
 import vllm_eagle_mrv2
-from vllm_eagle_mrv2 import counters, metrics
-from vllm_eagle_mrv2.counters import DraftCounter
-from vllm_eagle_mrv2.method import Request
-from vllm_eagle_mrv2.options import Options
+from vllm_eagle_mrv2.config.method import Settings
+from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.telemetry import counters, metrics
+from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
 CONFIG = SimpleNamespace(
     model_config=SimpleNamespace(served_model_name="demo"), speculative_config=SimpleNamespace(num_speculative_tokens=3)
@@ -52,8 +52,8 @@ def test_what_is_shown(several_api_servers: bool, monkeypatch: pytest.MonkeyPatc
             (tmp_path / name).mkdir()
     counter = DraftCounter.of_rank(0)
     assert not ours(prometheus.get_prometheus_registry()), "a stock server's"
-    metrics.offer(CONFIG, Request("eagle", Options()))
-    metrics.offer(CONFIG, Request("eagle3", Options()))  # another engine
+    metrics.offer(CONFIG, Settings("eagle", Options()))
+    metrics.offer(CONFIG, Settings("eagle3", Options()))  # another engine
     counter.count(counters.FUSED, 3)
     counter.count(counters.FUSED, 2)
     labels = 'engine="0",model_name="demo"'

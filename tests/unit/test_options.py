@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from vllm_eagle_mrv2.behaviours import BEYOND_STOCK, Behaviour
+from vllm_eagle_mrv2.config.behaviours import BEYOND_STOCK, Behaviour
+from vllm_eagle_mrv2.config.options import DraftVocab, Options, parse_options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.options import DraftVocab, Options, parse_options
 
 
 @pytest.mark.parametrize("additional_config", [None, {}, {"other": 1}, {"eagle_mrv2": {}}, object()])

@@ -1,4 +1,4 @@
-"""What the hosts below vLLM 0.28 do to metadata builders while a graph is captured."""
+"""What the adapters below vLLM 0.28 do to metadata builders while a graph is captured."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from releases import release
+from release_under_test import release
 
 if release >= Version("0.28"):
     pytest.skip("from 0.28 on stock refreshes metadata itself", allow_module_level=True)
 
-from vllm_eagle_mrv2.hosts.per_step import _schedules_kept
+from vllm_eagle_mrv2.releases.per_step import _schedules_kept
 
 
 class Builder:

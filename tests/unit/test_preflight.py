@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_eagle_mrv2 import hosts
-from vllm_eagle_mrv2.cli import preflight
-from vllm_eagle_mrv2.hosts.draft_paths import draft_paths
+from vllm_eagle_mrv2 import releases
+from vllm_eagle_mrv2.cli.doctor import preflight
+from vllm_eagle_mrv2.releases.draft_paths import draft_paths
 
 from .test_doctor import module as doctor
 from .test_doctor import run, run_json
-from .test_seams import LLAMA, ask, fresh, models, refused  # noqa: F401  (fixtures)
+from .test_engine_args import LLAMA, ask, fresh, models, refused  # noqa: F401  (fixtures)
 
 pytest.importorskip("vllm")
 
@@ -180,14 +180,14 @@ def test_the_backends_of_the_installed_vllm() -> None:
     """Which builders have a refresh that a graph can hold, as the table of paths has it."""
     import inspect
 
-    if hosts.installed_release() < Version("0.28"):
+    if releases.installed_version() < Version("0.28"):
         pytest.skip("there is no such refresh")
     from vllm.v1.attention import backend
 
     named = "update_draft_decode_metadata"
     assert hasattr(backend.AttentionMetadataBuilder, named)
     backends = {"Triton MLA": "mla.triton_mla", "sparse MLA with FlashAttention": "mla.flashattn_mla_sparse"}
-    listed = ", ".join(paths(str(hosts.installed_release()), "DeepSeekMTPModel", mla=True))
+    listed = ", ".join(paths(str(releases.installed_version()), "DeepSeekMTPModel", mla=True))
     for name, module in backends.items():
         source = inspect.getsource(importlib.import_module(f"vllm.v1.attention.backends.{module}"))
         assert (named in source) == (name in listed), name

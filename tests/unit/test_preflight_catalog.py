@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from vllm_eagle_mrv2 import hosts
-from vllm_eagle_mrv2.cli import preflight
+from vllm_eagle_mrv2 import releases
+from vllm_eagle_mrv2.cli.doctor import preflight
 
 from .test_catalog import (  # noqa: F401  (fixtures)
     CATALOG,
@@ -100,7 +100,7 @@ def test_a_target_alone(target: str, folder: Folder) -> None:  # noqa: F811
         assert UNREADABLE[target] in report["reason"]
     elif target in MTP:
         # An older release may lack them.
-        if hosts.installed_release() >= Version(MTP[target]) or report["accepted"]:
+        if releases.installed_version() >= Version(MTP[target]) or report["accepted"]:
             assert (report["reason"], report["family"]) == (None, "mtp")
     else:
         assert "has no MTP layers that this vLLM release drafts with" in report["reason"]

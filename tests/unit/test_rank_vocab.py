@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
 from vllm_eagle_mrv2.cli.rank_vocab import _chunks, _coverage
-from vllm_eagle_mrv2.ranking import Ranking, read_ranking
+from vllm_eagle_mrv2.config.vocab_ranking import Ranking, read_ranking
 
 transformers = pytest.importorskip("transformers")
 

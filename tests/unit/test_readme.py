@@ -8,12 +8,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ci_scripts import ci_module
 from packaging.requirements import Requirement
 from packaging.version import Version
+from scripts import script
 
-from vllm_eagle_mrv2 import hosts
-from vllm_eagle_mrv2.behaviours import Behaviour
+from vllm_eagle_mrv2 import releases
+from vllm_eagle_mrv2.config.behaviours import Behaviour
 
 CHECKOUT = Path(__file__).parents[2]
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
@@ -21,12 +21,12 @@ README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    return ci_module("readme_tables")
+    return script("readme_tables")
 
 
 @pytest.fixture
 def results(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of results of our own instead of ci/results."""
+    """A folder of results of our own instead of benchmarks/results."""
     folder = tmp_path / "results"
     folder.mkdir()
     read = tables.read_results
@@ -56,7 +56,7 @@ def result(**changed: Any) -> str:
 
 
 def test_readme_is_up_to_date(tables: ModuleType) -> None:
-    assert tables.rewrite(README)[1] == [], "run python ci/readme_tables.py"
+    assert tables.rewrite(README)[1] == [], "run python tools/readme_tables.py"
 
 
 def test_a_stale_readme_is_found_and_rewritten(tables: ModuleType, tmp_path: Path, capsys: Any) -> None:
@@ -88,7 +88,7 @@ def test_a_readme_without_a_place_for_a_section(
 def test_behaviours_by_release(tables: ModuleType) -> None:
     head, _, *lines = tables.behaviours_section().splitlines()
     minors = [f"0.{cell.strip()}" for cell in head.split("|")[2:-1]]
-    assert minors == sorted((minor for host in hosts.all_hosts() for minor in host.series), key=Version)
+    assert minors == sorted((minor for adapter in releases.all_releases() for minor in adapter.series), key=Version)
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) == len(Behaviour)
     for behaviour, row in zip(Behaviour, rows, strict=True):
@@ -96,7 +96,7 @@ def test_behaviours_by_release(tables: ModuleType) -> None:
         assert name == f"`{behaviour}`: {behaviour.summary}"
         assert len(cells) == len(minors)
         for release, cell in zip(tables.releases(), cells, strict=True):
-            assert cell == tables.CELLS[hosts.host_for(release).supplier(behaviour, Version(release))]
+            assert cell == tables.CELLS[releases.release_for(release).supplier(behaviour, Version(release))]
 
 
 def test_a_release_has_one_row_for_all_its_runs(tables: ModuleType, results: Path) -> None:
@@ -181,7 +181,7 @@ def test_results_are_filed_under_their_release(tables: ModuleType) -> None:
         place, release = file.stem.split("-vllm-")
         found = tables.Result.model_validate_json(file.read_text(encoding="utf-8"))
         assert found.vllm == release
-        assert hosts.host_for(release)
+        assert releases.release_for(release)
         assert found.where.lower().startswith(place)
 
 
@@ -189,6 +189,6 @@ def test_the_vllm_extra_admits_what_is_supported() -> None:
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (extra,) = (Requirement(one) for one in project["optional-dependencies"]["vllm"])
-    series = {minor for host in hosts.all_hosts() for minor in host.series}
+    series = {minor for adapter in releases.all_releases() for minor in adapter.series}
     for minor in (f"0.{number}" for number in range(15, 50)):
         assert extra.specifier.contains(f"{minor}.2") == (minor in series), minor

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from vllm_eagle_mrv2 import row_products  # noqa: F401  (defines the ops)
+from vllm_eagle_mrv2.draft_model import linear  # noqa: F401  (defines the ops)
+from vllm_eagle_mrv2.draft_model.last_row import only_row
 from vllm_eagle_mrv2.kernels.row_product import (
     gated_row_product,
     gated_row_product_reference,
     row_product,
     row_product_reference,
 )
-from vllm_eagle_mrv2.one_row import only_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}

@@ -164,24 +164,24 @@ def test_the_noise_without_salt_is_that_of_the_installed_release(fp64: bool) -> 
 
 @pytest.mark.parametrize("disable", [[], ["independent_draft_noise"]])
 def test_the_behaviour_salts(disable: list[str]) -> None:
-    """The mixin of the hosts below 0.29: with the behaviour off, drafts share the target's random numbers."""
-    from vllm_eagle_mrv2.options import parse_options
-    from vllm_eagle_mrv2.sampling import OwnSampling
+    """The mixin of the adapters below 0.29: with the behaviour off, drafts share the target's random numbers."""
+    from vllm_eagle_mrv2.config.options import parse_options
+    from vllm_eagle_mrv2.draft_model.sampling import OwnSampling
 
     class Head:
         @staticmethod
         def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
             return hidden_states
 
-    host = OwnSampling()
-    host.options = parse_options({"eagle_mrv2": {"disable": disable}})
-    host.model, host.use_fp64_gumbel = Head(), False
-    host.draft_logits = torch.zeros(MAX_REQS, STEPS, 4000, device=DEVICE)
-    host.temperature, host.seeds = temperature().to(DEVICE), torch.arange(MAX_REQS, device=DEVICE)
-    host.current_draft_step = torch.tensor(1, device=DEVICE)
+    adapter = OwnSampling()
+    adapter.options = parse_options({"eagle_mrv2": {"disable": disable}})
+    adapter.model, adapter.use_fp64_gumbel = Head(), False
+    adapter.draft_logits = torch.zeros(MAX_REQS, STEPS, 4000, device=DEVICE)
+    adapter.temperature, adapter.seeds = temperature().to(DEVICE), torch.arange(MAX_REQS, device=DEVICE)
+    adapter.current_draft_step = torch.tensor(1, device=DEVICE)
     states = [1, 3, 5, 7, 1, 3, 5, 7]
     logits = torch.zeros(8, 4000, device=DEVICE)
     mapping = torch.tensor(states, dtype=torch.int32, device=DEVICE)
-    sampled = best_tokens(host.sample(logits, torch.arange(8, device=DEVICE) + 16, mapping, keep_logits=True))
+    sampled = best_tokens(adapter.sample(logits, torch.arange(8, device=DEVICE) + 16, mapping, keep_logits=True))
     with_target = draw(logits, states, salted=False)[0]  # at the position after the last known token
     assert (sampled.tolist() == with_target.tolist()) is bool(disable)

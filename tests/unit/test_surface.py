@@ -14,14 +14,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ci_scripts import ci_module
 from packaging.version import Version
+from scripts import script
 
-from vllm_eagle_mrv2 import hosts
-from vllm_eagle_mrv2.cli.recorded import load_surface, recorded
-from vllm_eagle_mrv2.hosts import host_for
-from vllm_eagle_mrv2.hosts.spec import Host
-from vllm_eagle_mrv2.surface import Finding, Symbol, check_installed, check_recorded, describe_installed
+from vllm_eagle_mrv2 import releases
+from vllm_eagle_mrv2.cli.doctor.recorded import load_surface, recorded
+from vllm_eagle_mrv2.releases import release_for
+from vllm_eagle_mrv2.releases.spec import Release
+from vllm_eagle_mrv2.releases.surface import Finding, Symbol, check_installed, check_recorded, describe_installed
 
 FILES = {
     "__init__.py": "",
@@ -172,7 +172,7 @@ ABSENT = [
 
 @pytest.fixture(scope="module")
 def recorder() -> ModuleType:
-    return ci_module("record_surface")
+    return script("record_surface")
 
 
 @pytest.fixture
@@ -355,14 +355,14 @@ NEEDED = [
 
 @pytest.fixture
 def taken_up(recorder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two releases of a vLLM made up for the purpose: 0.40.1, which has a host, and 0.41.0, which has none."""
+    """Two releases of a vLLM made up for the purpose: 0.40.1, which has an adapter, and 0.41.0, which has none."""
     for release, modules in (("0.40.1", BEFORE), ("0.41.0", AFTER)):
         for name, text in {"__init__.py": "", **modules}.items():
             file = tmp_path / f"cuda-{release}" / "vllm" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(textwrap.dedent(text))
     symbols = tuple(Symbol("vllm.engine", name, ("states",) if "loosened" in name else None) for name in NEEDED)
-    host = Host(
+    adapter = Release(
         name="made_up",
         series=("0.40",),
         symbols=(
@@ -373,16 +373,16 @@ def taken_up(recorder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         stock={},
         speculators="nowhere",
     )
-    monkeypatch.setattr(hosts, "all_hosts", lambda: [host])
+    monkeypatch.setattr(releases, "all_releases", lambda: [adapter])
     monkeypatch.setattr(recorder, "recorded", lambda: ("0.40.1",))
     return tmp_path
 
 
 def covering(monkeypatch: pytest.MonkeyPatch, *further: Symbol) -> None:
-    """The host is for 0.41, too."""
-    (host,) = hosts.all_hosts()
-    wider = dataclasses.replace(host, series=("0.40", "0.41"), symbols=(*host.symbols, *further))
-    monkeypatch.setattr(hosts, "all_hosts", lambda: [wider])
+    """The adapter is for 0.41, too."""
+    (adapter,) = releases.all_releases()
+    wider = dataclasses.replace(adapter, series=("0.40", "0.41"), symbols=(*adapter.symbols, *further))
+    monkeypatch.setattr(releases, "all_releases", lambda: [wider])
 
 
 def run(recorder: ModuleType, root: Path, *arguments: str) -> int:
@@ -406,7 +406,7 @@ def test_drift_says_what_a_host_has_to_take_up(recorder: ModuleType, taken_up: P
     capsys.readouterr()
     assert run(recorder, taken_up, "--drift", "0.41.0") == 1
     output = capsys.readouterr().out
-    assert output.startswith("vLLM 0.41.0 against 0.40.1: the symbols that host made_up needs\n")
+    assert output.startswith("vLLM 0.41.0 against 0.40.1: the symbols that adapter made_up needs\n")
     assert drift_lines(output) == {
         "Loop.propose": ["! added parameter slots (no default)"],
         "Loop.run_model": ["! removed", "  perhaps renamed to Loop._run_model(num_tokens, metadata)"],
@@ -429,7 +429,7 @@ def test_drift_says_what_a_host_has_to_take_up(recorder: ModuleType, taken_up: P
         ],
     }
     breaks, _, to_look_at = output.partition("to look at: the calls still fit (1)")
-    assert "BREAKS: the host does not fit until these are taken up (7)" in breaks
+    assert "BREAKS: the adapter does not fit until these are taken up (7)" in breaks
     assert "Loop.loosened" in to_look_at
     assert "2 of 10 symbols unchanged" in output
     assert sorted(path.name for path in (taken_up / "surfaces").iterdir()) == ["0.40.1.json"]
@@ -447,11 +447,11 @@ def test_of_a_release_with_a_host_only_that_breaks_which_doctor_misses(
     )
     capsys.readouterr()
     assert run(recorder, taken_up, "0.41.0") == 0
-    needed = hosts.host_for("0.41.0").symbols_of(Version("0.41.0"))
+    needed = releases.release_for("0.41.0").symbols_of(Version("0.41.0"))
     surface = json.loads((taken_up / "surfaces" / "0.41.0.json").read_text())
     lacking = [finding for finding in check_recorded(needed, surface) if not finding.ok]
     first, *rest = capsys.readouterr().out.splitlines()
-    assert first.endswith(f": 7 symbols; host made_up needs 12, lacks {len(lacking)}")
+    assert first.endswith(f": 7 symbols; adapter made_up needs 12, lacks {len(lacking)}")
     assert rest == [f"  {finding}" for finding in lacking]
     assert run(recorder, taken_up, "--drift", "0.41.0") == 1
     breaking = {
@@ -468,7 +468,7 @@ def test_of_a_release_with_a_host_only_that_breaks_which_doctor_misses(
 @pytest.mark.parametrize("release", recorded())
 def test_of_a_supported_release_nothing_breaks(recorder: ModuleType, release: str) -> None:
     """Compared with itself and with the oldest record, without their sources, of which only hints are read."""
-    needed = host_for(release).symbols_of(Version(release))
+    needed = release_for(release).symbols_of(Version(release))
     old, new = load_surface(next(iter(recorded()))), load_surface(release)
     for before in (old, new):
         found = recorder.drift(before, new, needed, None, covered=True)
@@ -534,7 +534,7 @@ def test_a_wheel_is_read_like_a_folder(recorder: ModuleType, taken_up: Path, cap
     ("arguments", "problem"),
     [
         ([], "required"),
-        (["--drift", "0.41.0"], "no release before 0.41.0 that a host covers is recorded"),
+        (["--drift", "0.41.0"], "no release before 0.41.0 that an adapter covers is recorded"),
         (["0.39.0"], "no folder of 0.39.0"),
         (["--all", "--source", "somewhere"], "not allowed with"),
     ],

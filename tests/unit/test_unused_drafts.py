@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 pytest.importorskip("vllm")
 
-from vllm_eagle_mrv2.hosts.common import StockHost
-from vllm_eagle_mrv2.hosts.unused_drafts import drafts_unused, keep_longest_lengths
+from vllm_eagle_mrv2.releases.common import StockAdapter
+from vllm_eagle_mrv2.releases.unused_drafts import drafts_unused, keep_longest_lengths
 
 ROWS = 8
 K = 3
@@ -91,11 +91,11 @@ def test_releases_that_keep_the_lengths_are_left_alone() -> None:
     ids=["a chunk", "a dummy run", "drafts verified", "off"],
 )
 def test_what_the_loop_is_asked_for(skips: bool, verified: int, dummy_run: bool, drafted: int) -> None:
-    host, asked = StockHost.__new__(StockHost), []
-    host.num_speculative_steps, host.filters_drafts, host._skips_unused = K, False, skips
-    host.loop = SimpleNamespace(propose=lambda batch: asked.append(batch.num_draft_tokens))  # type: ignore[assignment]
-    host.req_states, batch = states_and_batch(CHUNK)
+    adapter, asked = StockAdapter.__new__(StockAdapter), []
+    adapter.num_speculative_steps, adapter.filters_drafts, adapter._skips_unused = K, False, skips
+    adapter.loop = SimpleNamespace(propose=lambda batch: asked.append(batch.num_draft_tokens))  # type: ignore[assignment]
+    adapter.req_states, batch = states_and_batch(CHUNK)
     of_the_device = ("num_tokens", "num_tokens_after_padding", "input_ids", "positions", "query_start_loc", "seq_lens")
     vars(batch).update(dict.fromkeys((*of_the_device, "idx_mapping")), num_draft_tokens=verified)
-    host._propose(batch, *[None] * 10, dummy_run=dummy_run)
+    adapter._propose(batch, *[None] * 10, dummy_run=dummy_run)
     assert asked == [drafted]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from vllm_eagle_mrv2 import hosts
+from vllm_eagle_mrv2 import releases
+from vllm_eagle_mrv2.cli.doctor.recorded import recorded
+from vllm_eagle_mrv2.config.method import settings_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.hosts.v2_limits import LIMITS, check, limits_of, listed_by_vllm
-from vllm_eagle_mrv2.method import request_of
+from vllm_eagle_mrv2.releases.v2_limits import LIMITS, check, limits_of, listed_by_vllm
 
 from .test_doctor import run_json
-from .test_seams import ask, fresh, models, refused  # noqa: F401  (fixtures)
+from .test_engine_args import ask, fresh, models, refused  # noqa: F401  (fixtures)
 
 pytest.importorskip("vllm")
 
@@ -28,7 +28,7 @@ OTHER_METHODS = ("speculative method", "ngram", "heterogeneous-vocabulary draft 
 
 
 def in_force(version: Version | None = None) -> set[str]:
-    return {limit.what for limit in limits_of(version or hosts.installed_release())}
+    return {limit.what for limit in limits_of(version or releases.installed_version())}
 
 
 def vllms_words() -> set[str]:
@@ -47,7 +47,7 @@ def vllms_words() -> set[str]:
 
 
 def test_the_table_has_words_for_all_that_vllm_lists() -> None:
-    limits = [limit for limit in limits_of(hosts.installed_release()) if limit.vllm]
+    limits = [limit for limit in limits_of(releases.installed_version()) if limit.vllm]
     words = vllms_words()
     assert words
     assert [word for word in words if not any(word.startswith(limit.vllm.rstrip("'")) for limit in limits)] == []
@@ -55,14 +55,14 @@ def test_the_table_has_words_for_all_that_vllm_lists() -> None:
 
 def test_what_vllm_does_not_list_is_asked_by_us() -> None:
     """A limit that the installed vLLM does not list would be in the table in vain without a question of our own."""
-    for limit in limits_of(hosts.installed_release()):
+    for limit in limits_of(releases.installed_version()):
         if limit.vllm and not any(word.startswith(limit.vllm) for word in vllms_words()):
             assert limit.asked is not None, limit.what
 
 
 def test_every_limit_is_in_force_somewhere() -> None:
-    releases = [Version(f"{series}.0") for host in hosts.all_hosts() for series in host.series]
-    assert {limit.what for limit in LIMITS} == set().union(*map(in_force, releases))
+    versions = [Version(f"{series}.0") for each in releases.all_releases() for series in each.series]
+    assert {limit.what for limit in LIMITS} == set().union(*map(in_force, versions))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_an_engine_is_refused_where_the_release_lacks_it_and_nowhere_else(
         assert "use method=eagle, with which vLLM chooses the model runner itself" in message
         assert "VLLM_USE_V2_MODEL_RUNNER" not in message
     else:
-        assert request_of(engine.create_engine_config().speculative_config) is not None
+        assert settings_of(engine.create_engine_config().speculative_config) is not None
 
 
 def test_the_stock_method_has_vllms_own_error(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -222,7 +222,7 @@ def off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_doctor_lists_it_by_release(what: str, lacking: str) -> None:
-    surfaces = [file.stem for file in sorted((Path(__file__).parents[2] / "ci" / "surfaces").glob("*.json"))]
+    surfaces = list(recorded())
     listed = {release: run_json("--surface", release)["unsupported"] for release in surfaces}
     assert {release for release in surfaces if what in listed[release]} == set(lacking.split())
     assert all(len(set(phrases)) == len(phrases) for phrases in listed.values())

@@ -1,4 +1,4 @@
-"""The command ``vllm-eagle-mrv2``: one file a subcommand.  Nothing here imports vLLM, so that ``--help`` is quick."""
+"""The command ``vllm-eagle-mrv2``: a folder or file for each subcommand.  None imports vLLM for ``--help``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from vllm_eagle_mrv2 import __version__
-from vllm_eagle_mrv2.cli.bench import bench
-from vllm_eagle_mrv2.cli.demo import demo
-from vllm_eagle_mrv2.cli.doctor import doctor
+from vllm_eagle_mrv2.cli.bench.command import bench as bench_command
+from vllm_eagle_mrv2.cli.demo.command import demo as demo_command
+from vllm_eagle_mrv2.cli.doctor.command import doctor as doctor_command
 from vllm_eagle_mrv2.cli.list_options import ListOptionsCommand
 from vllm_eagle_mrv2.cli.rank_vocab import rank_vocab
 
@@ -19,9 +19,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command()(doctor)
-app.command(cls=ListOptionsCommand)(bench)
+app.command()(demo_command)
+app.command()(doctor_command)
+app.command(cls=ListOptionsCommand)(bench_command)
 app.command()(rank_vocab)
 
 

@@ -24,9 +24,9 @@ from typing import Any
 import psutil
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2 import kill_switch
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.method import is_ours
+from vllm_eagle_mrv2.config import kill_switch
+from vllm_eagle_mrv2.config.method import is_ours
 
 OnTokens = Callable[[int], None]
 _SHUTDOWN_SECONDS = 30

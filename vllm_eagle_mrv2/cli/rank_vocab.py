@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from vllm_eagle_mrv2.cli.errors import CommandError, print_error
-from vllm_eagle_mrv2.ranking import Ranking
+from vllm_eagle_mrv2.config.vocab_ranking import Ranking
 
 # Where JSON lines of the usual data sets and logs have their text; looked for at any depth (messages, choices).
 _TEXT_KEYS = frozenset({"text", "content", "value", "prompt", "completion", "response", "output", "answer"})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.batch_queue import FIELDS, BatchQueue
-from vllm_eagle_mrv2.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers
+from vllm_eagle_mrv2.batch.queue import FIELDS, BatchQueue
 from vllm_eagle_mrv2.kernels.launching import launch
 
 _BLOCK = 1024

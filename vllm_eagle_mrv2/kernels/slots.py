@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.buffers import DraftBuffers, SlotTable
+from vllm_eagle_mrv2.batch.buffers import DraftBuffers, SlotTable
 
 
 @triton.jit

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""``vllm-eagle-mrv2 bench --shape`` for several releases on one GPU, as JSON lines for benchmarks/gpu_result.py.
+
+    python3 benchmarks/ab_time.py --shape 1b --steps 3 --batch 1 --rounds 15
+
+Prints one JSON object a batch size: median milliseconds per iteration (verify and draft) of stock's method and of ours,
+and the median of the ratios stock / eagle_mrv2 of neighbouring rounds with its quartiles.  A row whose ratio the bench
+refuses is not printed, and the exit status is 1.  ``--disable NAME`` compares ours without a behaviour with ours, in
+place of stock's method; ``--setting TEXT`` says in the line what is special about it.
+
+Starting engines takes longer than measuring them.  Several comparisons (releases) can start together and then take
+turns: ``--together N FOLDER`` waits until N of them are up, and measures one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
+from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY, Shape
+from vllm_eagle_mrv2.cli.bench.types import Row
+from vllm_eagle_mrv2.cli.errors import CommandError
+
+
+def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, Any] | None:
+    """A row's fields in the form of benchmarks/results; None where there is no ratio."""
+    if row.quartiles is None:
+        return None
+    low, ratio, high = row.quartiles
+    trimmed = options.draft_vocab and f"trimmed to {options.draft_vocab:,} tokens"
+    special = {"setting": options.setting or trimmed, "without": options.disable}
+    return {
+        "vllm": version,
+        "shape": options.shape.value,
+        "method": options.family,
+        "k": row.k,
+        "batch": row.batch,
+        **{key: value for key, value in special.items() if value},
+        "stock": round(row.figures("against").iteration_ms, 4),
+        "eagle_mrv2": round(row.figures("eagle_mrv2").iteration_ms, 4),
+        "ratio": round(ratio, 4),
+        "quartiles": [round(low, 4), round(high, 4)],
+        "rounds": len(row.eagle_mrv2),
+    }
+
+
+def draft_options(folder: Path, draft_vocab: int | None) -> dict[str, Any]:
+    """Options of ours; random weights like one token as much as another, so any ranking will do."""
+    if draft_vocab is None:
+        return {}
+    ranking = folder / "ranking.json"
+    ranking.write_text(json.dumps({"vocab_size": VOCABULARY, "tokens": list(range(draft_vocab))}), encoding="utf-8")
+    return {"draft_vocab": {"size": draft_vocab, "ranking": str(ranking)}}
+
+
+def arrive(together: tuple[str, str]) -> None:
+    """Let the others know that this comparison is up, or has ended."""
+    folder = Path(together[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"up-{os.getpid()}").touch()
+
+
+@contextlib.contextmanager
+def turn(together: tuple[str, str] | None) -> Iterator[None]:
+    """Wait for the other comparisons to be up, and for those before to be done."""
+    if together is None:
+        yield
+        return
+    count, folder = int(together[0]), Path(together[1])
+    arrive(together)
+    while len(list(folder.glob("up-*"))) < count:
+        time.sleep(0.5)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
+    parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
+    parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
+    parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--draft-vocab", type=int, metavar="SIZE", help="ours drafts from so many tokens")
+    parser.add_argument("--setting")
+    parser.add_argument("--pair", type=int, help="which of several pairs of the same case")
+    parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"))
+    options = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    status = 0
+    with tempfile.TemporaryDirectory() as folder:
+        subject = shape_subject(Path(folder), options.shape, options.family, max(options.batch))
+        comparison = Comparison(
+            subject=subject,
+            against_ours=bool(options.disable),
+            options=draft_options(Path(folder), options.draft_vocab),
+            disable=options.disable,
+            overrides=options.engine,
+            verbose=True,
+        )
+        try:
+            with comparison.engines(options.steps) as pair, turn(options.together):
+                for batch in options.batch:
+                    row = pair.compare(batch, options.rounds, options.tokens)
+                    line = line_of(row, options, pair.started.vllm_version)
+                    if line:
+                        print(json.dumps(line), flush=True)
+                        continue
+                    status = 1
+                    for reason in row.refusals:
+                        print(f"K={row.k}, batch {batch}: no ratio; {reason}", file=sys.stderr)
+        except CommandError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 1
+        finally:
+            if options.together:
+                arrive(options.together)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+#!/usr/bin/env python3
+"""Where the GPU's time goes in the draft phase, and what an engine's start costs, as one JSON object.
+
+    python3 benchmarks/draft_timeline.py eagle_mrv2 --shape 1b --steps 7 --batch 1
+
+Runs one engine of the given method in this process, with random weights, and profiles greedy decode with CUDA
+activities alone, which leaves the host as fast as it is. A marker kernel before and after ``propose`` bounds the
+draft phase. The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's
+start to the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's
+start to the next, ``iteration_busy_us`` what kernels run in it, and ``iteration_gaps_us`` the longest times in which
+none does, with the kernels before and after.  ``host_us`` is what the host takes for an iteration, without a profiler:
+the runner's two halves, ``propose``, which is in the second, and ``get_output``, in which it waits for the GPU;
+``host_functions_us`` the functions that it is longest in, by themselves and under Python's profiler, which makes them
+all slower. ``compiled_s`` has the Triton kernels that the engine's own thread compiled, in seconds, ours by their
+variants; vLLM 0.33 has several compiled at a time, each of which then counts what the others took too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import importlib
+import json
+import os
+import pstats
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from ab_time import arrive, turn
+
+from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
+from vllm_eagle_mrv2.cli.bench.shapes import Shape
+from vllm_eagle_mrv2.cli.engine_process import environment
+from vllm_eagle_mrv2.config.method import METHOD
+
+MARKER = "spin_kernel"
+NAME_LENGTH = 100
+MOST = 60  # functions of the host
+
+
+class Event(NamedTuple):
+    """One kernel, copy or fill on the GPU, in nanoseconds."""
+
+    start: int
+    end: int
+    name: str
+
+
+def gaps(events: list[Event]) -> Iterator[tuple[int, Event, Event]]:
+    """Nanoseconds in which no event runs, with those before and after; events come in the order of their starts."""
+    last = events[0]
+    for event in events:
+        if event.start > last.end:
+            yield event.start - last.end, last, event
+        last = max(last, event, key=lambda one: one.end)
+
+
+def busy(events: list[Event]) -> int:
+    """Nanoseconds in which at least one of the events runs; they come in the order of their starts."""
+    return max(event.end for event in events) - events[0].start - sum(gap for gap, _, _ in gaps(events))
+
+
+def phases_of(events: list[Event]) -> list[list[Event]]:
+    """What ran between the two markers of each draft phase."""
+    phases: list[list[Event]] = []
+    inside = False
+    for event in events:
+        if MARKER in event.name:
+            inside = not inside
+            if inside:
+                phases.append([])
+        elif inside:
+            phases[-1].append(event)
+    return [phase for phase in phases if phase]
+
+
+def summary(events: list[Event]) -> dict[str, Any]:
+    """Medians over the iterations, without those at either end, and the kernels of the middle one."""
+    phases = phases_of(events)[3:-3]
+    spans = [phase[-1].end - phase[0].start for phase in phases]
+    working = [busy(phase) for phase in phases]
+    example = phases[len(phases) // 2]
+    iterations = [[event for event in events if a[0].start <= event.start < b[0].start] for a, b in pairwise(phases)]
+    before = [*iterations[len(phases) // 2 - 1], example[0]]
+    kernels: dict[str, list[int]] = {}
+    for event in example:
+        kernels.setdefault(event.name[:NAME_LENGTH], []).append(event.end - event.start)
+    return {
+        "iterations": len(phases),
+        "iteration_busy_us": statistics.median(map(busy, iterations)) / 1e3,
+        "iteration_us": statistics.median(b[0].start - a[0].start for a, b in pairwise(phases)) / 1e3,
+        "phase_us": statistics.median(spans) / 1e3,
+        "busy_us": statistics.median(working) / 1e3,
+        "idle_share": round(1 - statistics.median(b / s for b, s in zip(working, spans, strict=True)), 4),
+        "largest_gaps_us": sorted((round((b.start - a.end) / 1e3, 1) for a, b in pairwise(example)), reverse=True)[:5],
+        "iteration_gaps_us": sorted(
+            ((gap / 1e3, a.name[:NAME_LENGTH], b.name[:NAME_LENGTH]) for gap, a, b in gaps(before)), reverse=True
+        )[:8],
+        "launches": len(example),
+        "sequence": [
+            [round((b.start - a.end) / 1e3, 1), round((b.end - b.start) / 1e3, 1), b.name[:NAME_LENGTH]]
+            for a, b in pairwise(example)
+        ],
+        "kernels": {
+            name: {"count": len(times), "us": round(sum(times) / 1e3, 1)}
+            for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+        },
+    }
+
+
+def own_memory() -> int:
+    """Bytes of the GPU's memory that this process holds, whatever other processes do there."""
+    import torch
+
+    nvml: Any = importlib.import_module("pynvml")  # what torch.cuda.memory.list_gpu_processes needs too
+    nvml.nvmlInit()
+    device = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+    return next(int(process.usedGpuMemory) for process in processes if process.pid == os.getpid())
+
+
+def record_capture(into: dict[str, Any]) -> None:
+    """Note the time and the memory that the capture of all graphs takes."""
+    runner: Any = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+    capture_model = runner.capture_model
+
+    def recorded(self: Any) -> int:
+        before, began = own_memory(), time.perf_counter()
+        size: int = capture_model(self)
+        into["capture_s"] = round(time.perf_counter() - began, 2)
+        into["graph_mib"] = round((own_memory() - before) / 2**20, 1)
+        return size
+
+    runner.capture_model = recorded
+
+
+def record_compilations(into: dict[str, float]) -> None:
+    """Note how long this thread compiles Triton kernels; what others compile, nobody waits for."""
+    runtime: Any = importlib.import_module("triton").knobs.runtime
+    thread, began = threading.get_ident(), 0.0
+
+    def begins(*args: Any, **kwargs: Any) -> None:
+        nonlocal began
+        if threading.get_ident() == thread:
+            began = time.perf_counter()
+
+    def ends(*args: Any, fn: Any, repr: str, **kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            name = repr if fn.module.startswith("vllm_eagle_mrv2") else fn.name
+            into[name] = round(into.get(name, 0.0) + time.perf_counter() - began, 3)
+
+    runtime.jit_cache_hook, runtime.jit_post_compile_hook = begins, ends
+
+
+@contextlib.contextmanager
+def timed(owner: Any, name: str) -> Iterator[list[tuple[float, float]]]:
+    """Have every call of a method noted: when it began and when it ended, in seconds."""
+    method = getattr(owner, name)
+    calls: list[tuple[float, float]] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = method(*args, **kwargs)
+        calls.append((began, time.perf_counter()))
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield calls
+
+
+def host_times(runner: Any, output: Any, generate: Callable[[], Any]) -> dict[str, Any]:
+    """What the host does in an iteration, in microseconds: medians, and the functions that take most.
+
+    Args:
+        output: the class of what the runner's second half returns.
+    """
+    parts = {"execute_model": runner, "sample_tokens": runner, "propose": runner.speculator, "get_output": output}
+    with contextlib.ExitStack() as stack:
+        calls = {name: stack.enter_context(timed(owner, name)) for name, owner in parts.items()}
+        generate()
+    lasts = {name: [ended - began for began, ended in each] for name, each in calls.items()}
+    begins = [began for began, _ in calls["execute_model"]]
+    lasts["iteration"] = [b - a for a, b in pairwise(begins)]
+    with cProfile.Profile() as profile:
+        generate()
+    own = {
+        f"{'/'.join(Path(file).parts[-2:])}:{line} {name}": round(own * 1e6 / len(begins), 1)
+        for (file, line, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+    }
+    most = sorted(own.items(), key=lambda item: -item[1])[:MOST]
+    host = {name: round(statistics.median(each) * 1e6, 1) for name, each in lasts.items()}
+    return {"host_us": host, "host_functions_us": dict(most)}
+
+
+def mark_phases(speculator: Any) -> None:
+    """Put a marker kernel before and after each draft phase."""
+    import torch
+
+    propose = speculator.propose
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda._sleep(1)
+        drafts = propose(*args, **kwargs)
+        torch.cuda._sleep(1)
+        return drafts
+
+    speculator.propose = marked
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Start the engine, and profile it."""
+    method = options.family if options.method == "stock" else f"{METHOD}:{options.family}"
+    os.environ |= environment(method) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+    import torch
+    import vllm
+    from torch.autograd import DeviceType
+
+    found: dict[str, Any] = {"compiled_s": {}}
+    record_capture(found)
+    record_compilations(found["compiled_s"])
+    with tempfile.TemporaryDirectory() as folder:
+        subject = shape_subject(Path(folder), options.shape, options.family, options.batch)
+        sys.path[:0] = subject.plugins.values()
+        comparison = Comparison(subject=subject, overrides=options.engine)
+        job = comparison.job(options.steps, method, {"disable": options.disable} if options.disable else {})
+        began = time.perf_counter()
+        llm = vllm.LLM(
+            **{"model": job.model, "speculative_config": job.speculative_config, **job.arguments, **job.overrides}
+        )
+        found["start_s"] = round(time.perf_counter() - began, 2)
+    core: Any = llm.llm_engine.engine_core
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    async_utils: Any = importlib.import_module("vllm.v1.worker.gpu.async_utils")
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False)
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in job.prompts[: options.batch]]
+
+    def generate() -> None:
+        llm.generate(prompts, params, use_tqdm=False)
+
+    with turn(options.together):
+        generate()
+        found |= host_times(runner, async_utils.AsyncOutput, generate)
+        mark_phases(runner.speculator)
+        generate()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            generate()
+            torch.cuda.synchronize()
+    recorded: Any = profile.profiler
+    events = sorted(
+        Event(one.start_ns(), one.end_ns(), one.name())
+        for one in recorded.kineto_results.events()
+        if one.device_type() == DeviceType.CUDA
+    )
+    about = {
+        "vllm": vllm.__version__,
+        "method": options.method,
+        **{name: getattr(options, name) for name in ("family", "steps", "batch", "disable")},
+        "shape": options.shape.value,
+    }
+    return about | found | summary(events)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=("stock", METHOD))
+    parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
+    parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
+    parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
+    parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"), help="as in benchmarks/ab_time.py")
+    options = parser.parse_args()
+    # The engine in this process logs to standard output: there, only the result is to be.
+    with os.fdopen(os.dup(1), "w") as results:
+        os.dup2(2, 1)
+        try:
+            print(json.dumps(measure(options)), file=results)
+        finally:
+            if options.together:
+                arrive(options.together)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Puts what came out of one release on a GPU into benchmarks/results/h200-vllm-X.Y.Z.json.
+
+    python benchmarks/gpu_result.py 0.26.0 --reports gpu-0.26.0.xml --times times.jsonl --date 2026-11-21 \
+        --commit d0f8278 --command 'pytest tests/gpu' [--note TEXT]
+
+The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties; of a test that is in
+several, the last counts, so a run that was cut short can be gone on with.  A test whose engine found the GPU's memory
+taken by others has not run.  The times are lines that benchmarks/ab_time.py printed; other releases are passed over.
+
+What a file has already stays: cases measured again go to its ``earlier``, the others are told to be of its last commit;
+of the same commit as before, new pairs of engines join the old.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DRAFTS = "draft_what_stock_drafts["
+NO_MEMORY = "Free memory on device"  # of vLLM, when others have taken it before an engine starts
+SIDES = ("stock", "eagle_mrv2")
+MEASURED = (*SIDES, "ratio", "quartiles", "rounds")
+VERSIONS = ["python=3.12.3", "torch=2.11.0+cu130", "triton=3.6.0"]
+BUILDS = {
+    "test_what_stock_builds": "stock",
+    "test_what_stock_takes_for_the_maximum_length": "stock",
+    "test_draft_prefill_reads_the_targets_metadata[disable0-0]": "eagle_mrv2",
+    "test_max_seq_len_of_the_draft_is_the_batchs": "eagle_mrv2",
+}
+
+
+def read_reports(reports: list[Path]) -> dict[str, Any]:
+    """Counts, acceptance by family at K=3, and the figures of the draft's metadata."""
+    verdicts: dict[str, str] = {}
+    families: dict[str, Any] = {}
+    metadata: dict[str, dict[str, float]] = {"stock": {}, "eagle_mrv2": {}}
+    for report in reports:
+        for case in ET.parse(report).getroot().iter("testcase"):
+            name = case.get("name", "")
+            if name in ("", "internal"):  # the whole run's, where it was cut short
+                continue
+            problems = [*case.iter("failure"), *case.iter("error")]
+            failed = bool(problems)
+            verdict = "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
+            if any(NO_MEMORY in problem.get("message", "") for problem in problems):
+                verdict = "not_run"
+            verdicts[f"{case.get('classname')}::{name}"] = verdict
+            found = {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
+            if DRAFTS in name and found.get("k") == "3":
+                families[found["family"]] = {
+                    "equal": not failed,
+                    "equal_to": "stock",
+                    "acceptance": {side: round(float(found[side]), 4) for side in ("stock", "eagle_mrv2")},
+                }
+            if name in BUILDS:
+                metadata[BUILDS[name]] |= {key: float(value) for key, value in found.items()}
+    counts = Counter(verdicts.values())
+    tests = {verdict: counts[verdict] for verdict in ("passed", "failed", "skipped")}
+    if counts["not_run"]:
+        tests["not_run"] = counts["not_run"]
+    return {"tests": tests, "families": dict(sorted(families.items())), "draft_metadata": metadata}
+
+
+def read_times(files: list[Path], release: str) -> list[dict[str, Any]]:
+    """The comparisons of a release, a line for each case."""
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.startswith("{")]
+    of_release = [line for line in lines if line.pop("vllm") == release]
+    return joined([line | {side: [line[side]] for side in SIDES} for line in of_release])
+
+
+def case_of(line: dict[str, Any]) -> str:
+    """What a line compares, and on which code if it says so."""
+    return json.dumps({key: value for key, value in line.items() if key not in MEASURED}, sort_keys=True)
+
+
+def joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of one case as one, of the geometric means over all their pairs of engines."""
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        cases.setdefault(case_of(line), []).append(line)
+    return [_one(same) for same in cases.values()]
+
+
+def _one(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    pairs = [len(line["stock"]) for line in lines]
+
+    def mean(values: Iterable[float]) -> float:
+        each = [value for value, weight in zip(values, pairs, strict=True) for _ in range(weight)]
+        return round(statistics.geometric_mean(each), 4)
+
+    return lines[0] | {
+        **{side: [time for line in lines for time in line[side]] for side in SIDES},
+        "ratio": mean(line["ratio"] for line in lines),
+        "quartiles": [mean(each) for each in zip(*(line["quartiles"] for line in lines), strict=True)],
+        "rounds": sum(line["rounds"] for line in lines),
+    }
+
+
+def put_times(result: dict[str, Any], times: list[dict[str, Any]], commit: str) -> None:
+    """Put comparisons of a commit into a result, and keep those that they replace under ``earlier``."""
+    for line in result["iteration_ms"]:
+        line.setdefault("commit", result["commit"])
+    lines = joined([*result["iteration_ms"], *(line | {"commit": commit} for line in times)])
+    new = {case_of(line) for line in times}
+    replaced: dict[str, list[dict[str, Any]]] = {}
+    result["iteration_ms"] = []
+    for line in sorted(lines, key=_place):
+        of = line.pop("commit")
+        if of == commit:
+            result["iteration_ms"].append(line)
+        elif case_of(line) in new:
+            replaced.setdefault(of, []).append(line)
+        else:
+            result["iteration_ms"].append(line | {"commit": of})
+    again = [{"commit": of, "note": "measured again since", "iteration_ms": old} for of, old in replaced.items()]
+    result["earlier"] = again + result.get("earlier", [])
+    result["commit"] = commit
+
+
+def _place(line: dict[str, Any]) -> tuple[Any, ...]:
+    """By shape, head, K and batch size; then what had a setting; then what lacked behaviours, as it came."""
+    if "without" in line:
+        return (2,)
+    return ("setting" in line, line["shape"], line["method"], -line["k"], line["batch"])
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("version")
+    parser.add_argument("--reports", type=Path, nargs="+", default=[])
+    parser.add_argument("--times", type=Path, nargs="+", default=[])
+    parser.add_argument("--date", required=True, help="a file's is that of its tests")
+    parser.add_argument("--command", action="append", required=True, help="what was run, as often as needed")
+    parser.add_argument("--commit", required=True, help="of the code that ran")
+    parser.add_argument("--versions", nargs="+", metavar="NAME=VERSION")
+    parser.add_argument("--note", action="append", default=[])
+    options = parser.parse_args()
+    target = RESULTS / f"h200-vllm-{options.version}.json"
+    known = json.loads(target.read_text()) if target.exists() else {}
+    if not (known or options.reports):
+        parser.error(f"{target.name} does not exist yet, and begins with tests; give --reports.")
+    versions = dict(one.split("=", 1) for one in options.versions or VERSIONS)
+    empty: dict[str, Any] = {
+        "vllm": options.version,
+        "where": "H200",
+        "date": options.date,
+        "commit": options.commit,
+        "command": [],
+        "versions": versions,
+        "tests": {},
+        "families": {},
+        "draft_metadata": {},
+        "iteration_ms": [],
+        "notes": [],
+        "earlier": [],
+    }
+    result = empty | known
+    if options.reports:
+        result |= {"date": options.date} | read_reports(options.reports)
+    if options.versions:
+        result["versions"] = versions
+    result["command"] += [f"{options.date}, at {options.commit}: {command}" for command in options.command]
+    result["notes"] += options.note
+    put_times(result, read_times(options.times, options.version), options.commit)
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{target.name}: {result['tests']}")
+
+
+if __name__ == "__main__":
+    main()

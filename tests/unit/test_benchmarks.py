@@ -1,0 +1,275 @@
+"""The scripts of benchmarks/, which otherwise run on machines with a GPU alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripts import BENCHMARKS, script
+
+
+def machine_with(tmp_path: Path, python: str, *jobs: str, **environment: str) -> subprocess.Popen[str]:
+    """benchmarks/gpu_matrix.sh at the times of jobs, on 0.26.0 alone and with a shell script for Python."""
+    (tmp_path / "site-0.26.0").mkdir()
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f"#!/bin/sh\n{python}\n")
+    interpreter.chmod(0o755)
+    return subprocess.Popen(
+        ["bash", str(BENCHMARKS / "gpu_matrix.sh"), str(tmp_path), str(tmp_path / "out"), "times", *jobs],
+        env=os.environ | {"PYTHON": str(interpreter)} | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_missing_release_is_found_before_any_starts(tmp_path: Path) -> None:
+    """Those that take turns would wait for it until their limit."""
+    started = tmp_path / "started"
+    run = machine_with(tmp_path, f"touch {started}", "0.26.0", "0.20.2 --steps 7")
+    _, error = run.communicate(timeout=60)
+    assert (run.returncode, error) == (2, f"error: {tmp_path} has no site-0.20.2\n")
+    assert not started.exists()
+
+
+def test_measuring_waits_for_a_file(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    python = (
+        'case "$*" in *pip*) exit ;; esac\n'
+        'touch "$4/up-engine"\n'
+        'until [ "$(ls "$4" | wc -l)" -ge "$3" ]; do sleep 0.1; done\n'
+        f'[ -e "{hold}" ] && echo measured'
+    )
+    run = machine_with(tmp_path, python, "0.26.0", EAGLE_MRV2_HOLD=str(hold))
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.wait(3)
+    hold.touch()
+    assert run.wait(30) == 0
+    assert (tmp_path / "out" / "times.jsonl").read_text() == "measured\n"
+
+
+def test_a_job_of_many_words(tmp_path: Path) -> None:
+    """Tests that are named one by one make a name that no folder can have."""
+    jobs = [f"0.26.0 {'--setting ' * 40}{last}" for last in ("one", "two")]
+    assert machine_with(tmp_path, "echo measured", *jobs).wait(60) == 0
+    assert (tmp_path / "out" / "times.jsonl").read_text() == "measured\nmeasured\n"
+
+
+def test_compiled_code_can_be_kept_for_the_next_call(tmp_path: Path) -> None:
+    python = 'case "$*" in *pip*) exit ;; esac\necho "$VLLM_CACHE_ROOT $TRITON_CACHE_DIR"'
+    jobs = ["0.26.0 --steps 3", "0.26.0 --steps 7"]
+    kept = f"{tmp_path}/kept/0.26.0"
+    assert machine_with(tmp_path, python, *jobs, EAGLE_MRV2_CACHES=f"{tmp_path}/kept").wait(60) == 0
+    assert (tmp_path / "out" / "times.jsonl").read_text() == f"{kept}/vllm {kept}/triton\n" * 2
+    for by_job in ({}, {"EAGLE_MRV2_CACHES": f"{tmp_path}/kept", "EAGLE_MRV2_CACHES_OF": "job"}):
+        (tmp_path / "site-0.26.0").rmdir()
+        assert machine_with(tmp_path, python, *jobs, **by_job).wait(60) == 0
+        folders = (tmp_path / "out" / "times.jsonl").read_text().split()
+        assert len(set(folders)) == 4
+        assert all(folder.startswith(f"{tmp_path}/kept/") == bool(by_job) for folder in folders)
+
+
+@pytest.mark.parametrize(("draft_vocab", "setting"), [(None, None), (32768, "trimmed to 32,768 tokens")])
+def test_a_line_says_that_the_vocabulary_was_trimmed(draft_vocab: int | None, setting: str | None) -> None:
+    """Such a case is none of the head's whole vocabulary."""
+    ab_time = script("ab_time")
+    row = SimpleNamespace(k=7, batch=1, quartiles=(1.4, 1.5, 1.6), eagle_mrv2=[])
+    row.figures = lambda side: SimpleNamespace(iteration_ms=2.0)
+    options = SimpleNamespace(shape=ab_time.Shape.b1, family="eagle", disable=[], setting=None, draft_vocab=draft_vocab)
+    assert ab_time.line_of(row, options, "0.26.0").get("setting") == setting
+
+
+def test_what_the_host_does_in_an_iteration() -> None:
+    class Speculator:
+        def propose(self) -> None:
+            time.sleep(0.002)
+
+    class Runner:
+        speculator = Speculator()
+
+        def execute_model(self) -> None:
+            time.sleep(0.001)
+
+        def sample_tokens(self) -> None:
+            self.speculator.propose()
+
+    class Output:
+        def get_output(self) -> None:
+            time.sleep(0.001)
+
+    runner = Runner()
+    get_output = Output.get_output
+
+    def generate() -> None:
+        for _ in range(3):
+            runner.execute_model()
+            runner.sample_tokens()
+            Output().get_output()
+
+    found = script("draft_timeline").host_times(runner, Output, generate)
+    host, functions = found["host_us"], found["host_functions_us"]
+    assert host["execute_model"] >= 1000
+    assert 2000 <= host["propose"] <= host["sample_tokens"]
+    slowest, us = next(iter(functions.items()))
+    assert "sleep" in slowest
+    assert us >= 4000  # of one iteration, asleep in all three
+    assert host["get_output"] >= 1000
+    assert host["iteration"] >= 4000
+    assert not vars(runner)
+    assert not vars(runner.speculator)
+    assert Output.get_output is get_output
+
+
+def test_what_a_timeline_says() -> None:
+    timeline = script("draft_timeline")
+    events = []
+    for iteration in range(8):
+        at = iteration * 1_000_000
+        for start, end, name in (
+            (0, 500_000, "verify"),
+            (510_000, 511_000, "spin_kernel(long)"),
+            (520_000, 620_000, "draft"),
+            (590_000, 600_000, "beside"),
+            (640_000, 720_000, "draft"),
+            (730_000, 731_000, "spin_kernel(long)"),
+        ):
+            events.append(timeline.Event(at + start, at + end, name))
+    found = timeline.summary(events)
+    assert found["iterations"] == 2
+    assert (found["phase_us"], found["busy_us"], found["idle_share"]) == (200.0, 180.0, 0.1)
+    assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
+    assert found["kernels"] == {"draft": {"count": 2, "us": 180.0}, "beside": {"count": 1, "us": 10.0}}
+    assert found["largest_gaps_us"] == [40.0, -30.0]
+    assert found["iteration_gaps_us"][:2] == [(269.0, "spin_kernel(long)", "verify"), (20.0, "draft", "draft")]
+
+
+def test_what_a_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("triton").knobs.runtime
+    for name in ("jit_cache_hook", "jit_post_compile_hook"):
+        monkeypatch.setattr(runtime, name, None)
+    compiled: dict[str, float] = {}
+    script("draft_timeline").record_compilations(compiled)
+
+    def compile_kernel(name: str, module: str = "vllm.v1") -> None:
+        given: dict[str, Any] = {"fn": SimpleNamespace(name=name, module=module), "repr": f"{name}(a: i32)"}
+        assert not runtime.jit_cache_hook(**given)  # or Triton would leave it
+        time.sleep(0.01)
+        runtime.jit_post_compile_hook(**given)
+
+    for name in ("once", "twice", "twice"):
+        compile_kernel(name)
+    compile_kernel("ours", "vllm_eagle_mrv2.kernels.greedy")
+    other = threading.Thread(target=compile_kernel, args=("by another thread",))
+    other.start()
+    other.join()
+    assert compiled.keys() == {"once", "twice", "ours(a: i32)"}
+    assert compiled["twice"] > compiled["once"] > 0
+
+
+def test_what_found_no_memory_has_not_run(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    failure = '<failure message="ValueError: Free memory on device cuda:0 (6.32/139.8 GiB) on startup is less than"/>'
+    cut_short = '<testcase name="internal"><error message="internal error"/></testcase>'
+    cases = f'<testcase name="a">{failure}</testcase><testcase name="b"/>{cut_short}'
+    report.write_text(f"<testsuite>{cases}</testsuite>")
+    tests = script("gpu_result").read_reports([report])["tests"]
+    assert tests == {"passed": 1, "failed": 0, "skipped": 0, "not_run": 1}
+
+
+def test_pairs_of_one_case_are_one_result(tmp_path: Path) -> None:
+    times = tmp_path / "times.jsonl"
+    case = {"vllm": "0.26.0", "shape": "1b", "method": "eagle", "k": 3, "batch": 1}
+    pair = {"stock": 2.0, "eagle_mrv2": 1.0, "ratio": 2.0, "quartiles": [1.0, 4.0], "rounds": 11}
+    other = {"stock": 8.1, "eagle_mrv2": 1.0, "ratio": 8.0, "quartiles": [4.0, 9.0], "rounds": 7}
+    lines = [case | pair, case | {"setting": "FlashInfer"} | pair, case | other, case | {"vllm": "0.33.0"} | other]
+    times.write_text("\n".join(["a log", *map(json.dumps, lines)]))
+    joined, alone = script("gpu_result").read_times([times], "0.26.0")
+    del case["vllm"]
+    measured = {"stock": [2.0, 8.1], "eagle_mrv2": [1.0, 1.0], "ratio": 4.0, "quartiles": [2.0, 6.0], "rounds": 18}
+    assert joined == case | measured
+    assert alone == case | {"setting": "FlashInfer"} | pair | {"stock": [2.0], "eagle_mrv2": [1.0]}
+
+
+def test_what_was_measured_again_moves_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_result = script("gpu_result")
+    monkeypatch.setattr(gpu_result, "RESULTS", tmp_path)
+    report, times = tmp_path / "tests.xml", tmp_path / "times.jsonl"
+    report.write_text('<testsuites><testsuite><testcase classname="gpu" name="a"/></testsuite></testsuites>')
+
+    def put(commit: str, ratios: dict[int, float], *further: str) -> Any:
+        case = {"vllm": "0.26.0", "shape": "1b", "method": "eagle", "batch": 1, "rounds": 3}
+        times.write_text(
+            "\n".join(
+                json.dumps(case | {"k": k, "stock": ratio, "eagle_mrv2": 1.0, "ratio": ratio, "quartiles": [1, ratio]})
+                for k, ratio in ratios.items()
+            )
+        )
+        command = f"- 0.26.0 --times {times} --date day-{commit} --commit {commit} --command pairs"
+        monkeypatch.setattr(sys, "argv", [*command.split(), *further])
+        gpu_result.main()
+        return json.loads((tmp_path / "h200-vllm-0.26.0.json").read_text())
+
+    with pytest.raises(SystemExit):  # nothing to add to
+        put("a", {3: 2.0})
+    put("a", {3: 2.0, 7: 4.0}, "--reports", str(report), "--note", "once")
+    put("b", {1: 1.0, 3: 8.0})
+    result = put("b", {3: 1.0})
+    assert [(line["k"], line["ratio"], line.get("commit")) for line in result["iteration_ms"]] == [
+        (7, 4.0, "a"),
+        (3, 2.8284, None),  # two pairs of one commit
+        (1, 1.0, None),
+    ]
+    assert result["iteration_ms"][1] | {"stock": [8.0, 1.0], "rounds": 6} == result["iteration_ms"][1]
+    old = [(each["commit"], [line["ratio"] for line in each["iteration_ms"]]) for each in result["earlier"]]
+    assert old == [("a", [2.0])]
+    assert result["tests"] == {"passed": 1, "failed": 0, "skipped": 0}
+    assert (result["commit"], result["notes"]) == ("b", ["once"])
+    assert result["date"] == "day-a"  # of the tests
+    assert result["command"] == ["day-a, at a: pairs", "day-b, at b: pairs", "day-b, at b: pairs"]
+    assert put("c", {}, "--reports", str(report))["date"] == "day-c"
+
+
+def test_the_last_report_of_a_test_counts(tmp_path: Path) -> None:
+    reports = []
+    for number, cases in enumerate(
+        (
+            '<testcase classname="gpu" name="a"/><testcase classname="gpu" name="b"><failure/></testcase>',
+            '<testcase classname="gpu" name="b"/><testcase classname="gpu" name="c"><skipped/></testcase><testcase/>',
+        )
+    ):
+        reports.append(tmp_path / f"{number}.xml")
+        reports[-1].write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    read = script("gpu_result").read_reports
+    assert read(reports)["tests"] == {"passed": 2, "failed": 0, "skipped": 1}
+    assert read(reports[:1])["tests"] == {"passed": 1, "failed": 1, "skipped": 0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "cores"),
+    [
+        # Two slices of nine cores; the third comparison shares with the first, as one is measured at a time.
+        ([1, 3, 7], ["0,1,4,8", "0,1,4,8", "9,10,11,12"]),
+        ([3], ["0,1,4,8,9,10,11,12,13"]),
+    ],
+)
+def test_each_comparison_has_cores_of_its_own(tmp_path: Path, steps: list[int], cores: list[str]) -> None:
+    given = tmp_path / "given"
+    taskset = tmp_path / "taskset"
+    taskset.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = -c ]; then echo "$2" >> {given}; shift 2; exec "$@"; fi\n'
+        'echo "pid 1\'s current affinity list: 0-1,4,8-13"\n'
+    )
+    taskset.chmod(0o755)
+    jobs = [f"0.26.0 --steps {k}" for k in steps]
+    run = machine_with(tmp_path, ":", *jobs, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert run.wait(30) == 0
+    assert sorted(given.read_text().split()) == cores

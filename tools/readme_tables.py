@@ -1,0 +1,384 @@
+"""Writes the generated sections of README.md and docs/: what the code says of itself, and what was measured.
+
+    python tools/readme_tables.py            rewrite them
+    python tools/readme_tables.py --check    exit with 1 and the names of those that are stale
+
+A section stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.version import Version
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vllm_eagle_mrv2.cli.doctor.recorded import recorded
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.releases import all_releases, release_for, supported
+from vllm_eagle_mrv2.releases.fixes import FIXES
+
+ROOT = Path(__file__).resolve().parents[1]
+README, FIXES_PAGE = ROOT / "README.md", ROOT / "docs" / "fixes.md"
+RESULTS = ROOT / "benchmarks" / "results"
+CELLS = {"stock": "·", "eagle_mrv2": "●", "-": "-", "not applicable": "-", "not possible": "✗"}
+_MARKER = "<!-- {}: {} -->"
+HEADLINES = (
+    "1b eagle, K=3, batch 1",
+    "1b eagle, K=7, batch 1",
+    "1b eagle, K=7, batch 32",
+    "8b eagle3, K=5, batch 1",
+)
+"""Cases that are shown for every release, with their spread."""
+
+
+class Strict(BaseModel):
+    """A misspelt field is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Tests(Strict):
+    """How a run of pytest ended."""
+
+    passed: int
+    failed: int
+    skipped: int
+    not_run: int = 0
+
+    def __str__(self) -> str:
+        words = ("failed", "skipped", "not_run")
+        rest = [f"{number} {word.replace('_', ' ')}" for word in words if (number := getattr(self, word))]
+        return ", ".join([str(self.passed), *rest])
+
+
+class Acceptance(Strict):
+    """Mean accepted length of stock's drafts and of ours."""
+
+    stock: float | None
+    eagle_mrv2: float | None
+
+
+class FamilyResult(BaseModel):
+    """What a family gave; fields of no concern here are let through."""
+
+    equal: bool
+    equal_to: Literal["no speculation", "stock"] = "no speculation"
+    acceptance: Acceptance
+
+
+class Iteration(Strict):
+    """Milliseconds per engine iteration; ratio with its quartiles over the rounds of benchmarks/ab_time.py."""
+
+    shape: str
+    method: str
+    k: int
+    batch: int
+    stock: list[float]
+    eagle_mrv2: list[float]
+    ratio: float
+    quartiles: tuple[float, float] | None = None
+    rounds: int | None = None
+    setting: str = ""
+    without: tuple[str, ...] = ()
+    commit: str = ""
+
+    @property
+    def case(self) -> str:
+        """What was measured, for a row of a table, but for the batch size."""
+        return ", ".join([f"{self.shape} {self.method}", f"K={self.k}", *([self.setting] if self.setting else [])])
+
+    def __str__(self) -> str:
+        spread = f" ({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})" if self.quartiles else ""
+        return f"{self.ratio:.2f}{spread}"
+
+
+class DraftMetadata(Strict):
+    """Builds of the draft's metadata for each of the target's, and the longest sequence that they were made for.
+
+    None where neither side builds any.
+    """
+
+    draft_prefill_builds: float
+    draft_decode_builds: float
+    max_seq_len: float | None = None
+
+
+class Result(Strict):
+    """One file of benchmarks/results; its README says what the fields mean."""
+
+    vllm: str
+    where: str
+    date: str
+    command: str | list[str]
+    versions: dict[str, str]
+    tests: Tests | None
+    families: dict[str, FamilyResult]
+    iteration_ms: list[Iteration]
+    notes: list[str]
+    commit: str | None = None
+    draft_metadata: dict[Literal["stock", "eagle_mrv2"], DraftMetadata] = {}
+    earlier: list[dict[str, Any]] = []
+
+
+class Stale(Exception):
+    """README.md or a result is not what it should be; one line for the user."""
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, list[Result]]:
+    """Release -> its results, in the order of their files."""
+    results: dict[str, list[Result]] = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            result = Result.model_validate_json(file.read_text(encoding="utf-8"))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise Stale(f"{file.name}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        results.setdefault(result.vllm, []).append(result)
+    return results
+
+
+# The sections
+
+
+def releases() -> list[str]:
+    """The release that stands for each supported minor: the recorded one, else its first."""
+    by_minor = {_minor(release): release for release in recorded()}
+    minors = sorted((series for adapter in all_releases() for series in adapter.series), key=Version)
+    return [by_minor.get(minor, f"{minor}.0") for minor in minors]
+
+
+def _minor(release: str) -> str:
+    return ".".join(release.split(".")[:2])
+
+
+def supported_section() -> str:
+    """One sentence."""
+    return f"For stock vLLM {supported()}."
+
+
+def behaviours_section() -> str:
+    """Who supplies each behaviour on each release."""
+    columns = releases()
+    rows = []
+    for behaviour in Behaviour:
+        suppliers = (release_for(release).supplier(behaviour, Version(release)) for release in columns)
+        rows.append([f"`{behaviour}`: {behaviour.summary}", *(CELLS[supplier] for supplier in suppliers)])
+    heads = [_minor(release).partition(".")[2] for release in columns]
+    legend = (
+        f"{CELLS['eagle_mrv2']} `eagle_mrv2` adds it, {CELLS['stock']} stock has it too, "
+        f"{CELLS['-']} that vLLM does not offer the setting."
+    )
+    return _table(["vLLM 0.", *heads], rows, ":-:") + f"\n\n{legend}"
+
+
+def fixes_section() -> str:
+    """Who mends each fault on each release."""
+    columns = releases()
+    rows = [
+        [
+            f"{fix.symptom}{f' ({fix.upstream})' if fix.upstream else ''}",
+            *(CELLS[fix.state(Version(release))] for release in columns),
+            fix.why,
+        ]
+        for fix in FIXES
+    ]
+    heads = [_minor(release).partition(".")[2] for release in columns]
+    legend = (
+        f"{CELLS['eagle_mrv2']} `eagle_mrv2` mends it, {CELLS['stock']} stock is without it, "
+        f"{CELLS['-']} the release lacks what it is about, {CELLS['not possible']} it stays, for the reason given."
+    )
+    return _table(["vLLM 0.", *heads, "why it stays"], rows, ":-:") + f"\n\n{legend}"
+
+
+def results_section() -> str:
+    """Where each release ran and what came out."""
+    results = read_results()
+    rows = []
+    for release in sorted({*releases(), *results}, key=Version):
+        runs = results.get(release, [])
+        cells: tuple[Callable[[Result], str], ...] = (
+            lambda run: run.where,
+            lambda run: run.date,
+            lambda run: str(run.tests or "-"),
+            _equality,
+            _acceptance,
+        )
+        rows.append(
+            [release, *("<br>".join(cell(run) for run in runs) for cell in cells)]
+            if runs
+            else [release, "not run", *[""] * 4]
+        )
+    heads = ["vLLM", "ran on", "date", "tests passed", "tokens equal", "acceptance, ours / stock"]
+    legend = (
+        "Tokens equal: greedy; on the CPU (float32) to the run without speculation, on a GPU (bfloat16) to stock's. "
+        "Acceptance: mean accepted length at K=3."
+    )
+    return _table(heads, rows, "---") + f"\n\n{legend}"
+
+
+def _equality(run: Result) -> str:
+    unequal = [family for family, result in run.families.items() if not result.equal]
+    equal = [family for family, result in run.families.items() if result.equal]
+    return ", ".join([*equal, *(f"**not {family}**" for family in unequal)]) or "-"
+
+
+def _acceptance(run: Result) -> str:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    pairs = ((family, result.acceptance) for family, result in run.families.items())
+    return ", ".join(f"{family} {number(one.eagle_mrv2)} / {number(one.stock)}" for family, one in pairs) or "-"
+
+
+def speed_section() -> str:
+    """The headlines, and what was timed with a setting of its own."""
+    rows: dict[str, dict[str, Iteration]] = {}
+    for release, runs in read_results().items():
+        for one in _timed(runs):
+            if not one.without:
+                rows.setdefault(f"{one.case}, batch {one.batch}", {})[release] = one
+    shown = {case: row for case, row in rows.items() if case in HEADLINES or any(one.setting for one in row.values())}
+    legend = (
+        "Time of stock / time of ours per engine iteration, with quartiles over the rounds; above 1, ours is faster."
+    )
+    return _crossed("case", shown, Version) + f"\n\n{legend}"
+
+
+def batches_section() -> str:
+    """What was timed on the releases that were at three batch sizes or more."""
+    timed: dict[str, dict[tuple[str, int], Iteration]] = {}
+    for release, runs in _by_release():
+        cases = {(one.case, one.batch): one for one in _timed(runs) if not (one.without or one.setting)}
+        if len({batch for _, batch in cases}) > 2:
+            timed[release] = cases
+    rows: dict[str, dict[str, str]] = {}
+    # Rows stand in the order of the release that was timed in most cases.
+    for of_release in sorted(timed.values(), key=len, reverse=True):
+        for case, batch in of_release:
+            ratios = [f"{cases[case, batch].ratio:.2f}" if (case, batch) in cases else "-" for cases in timed.values()]
+            rows.setdefault(case, {})[f"batch {batch}"] = ", ".join(ratios)
+    return _crossed(f"stock / ours on {', '.join(timed)}", rows, _number)
+
+
+def alone_section() -> str:
+    """What each behaviour gains: ours without it / ours."""
+    rows: dict[str, dict[str, Iteration]] = {}
+    for release, runs in read_results().items():
+        for one in _timed(runs):
+            if one.without:
+                names = ", ".join(f"`{name}`" for name in one.without)
+                rows.setdefault(f"{names}: {one.case}, {release}", {})[f"batch {one.batch}"] = one
+    return _crossed("ours without / ours with", rows, _number)
+
+
+def _by_release() -> list[tuple[str, list[Result]]]:
+    """The results, from the oldest release on."""
+    return sorted(read_results().items(), key=lambda item: Version(item[0]))
+
+
+def _timed(runs: list[Result]) -> list[Iteration]:
+    return [one for run in runs for one in run.iteration_ms]
+
+
+def _number(head: str) -> int:
+    return int(head.split()[-1])
+
+
+def _crossed(corner: str, rows: Mapping[str, Mapping[str, object]], order: Callable[[str], Any]) -> str:
+    columns = sorted({column for row in rows.values() for column in row}, key=order)
+    cells = [[case, *(str(row.get(column, "-")) for column in columns)] for case, row in rows.items()]
+    return _table([corner, *columns], cells, "---")
+
+
+def metadata_section() -> str:
+    """What `target_metadata_reuse`, `fused_draft_decode` and `actual_max_seq_len` change."""
+    rows = [
+        [release, *(_sides(run.draft_metadata, field) for field in DraftMetadata.model_fields)]
+        for release, runs in _by_release()
+        for run in runs
+        if run.draft_metadata
+    ]
+    heads = ["vLLM, H200", "builds for draft prefill", "builds for draft decodes", "longest sequence"]
+    return _table([heads[0], *(f"{head}, stock → ours" for head in heads[1:])], rows, "---")
+
+
+def _sides(metadata: Mapping[Any, DraftMetadata], field: str) -> str:
+    values = [getattr(metadata[side], field) for side in ("stock", "eagle_mrv2")]
+    return "-" if None in values else " → ".join(f"{value:g}" for value in values)
+
+
+def _table(heads: list[str], rows: list[list[str]], rule: str) -> str:
+    lines = [heads, ["---", *[rule] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+Sections = Mapping[str, Callable[[], str]]
+SECTIONS: Sections = {
+    "supported": supported_section,
+    "behaviours": behaviours_section,
+    "results": results_section,
+    "speed": speed_section,
+    "batches": batches_section,
+    "alone": alone_section,
+    "metadata": metadata_section,
+}
+PAGES: Mapping[Path, Sections] = {README: SECTIONS, FIXES_PAGE: {"fixes": fixes_section}}
+
+
+# The pages
+
+
+def rewrite(text: str, sections: Sections = SECTIONS) -> tuple[str, list[str]]:
+    """The text with its sections made anew, and the names of those that were stale.
+
+    Raises:
+        Stale: a section has no place in the text, or a place has no section.
+    """
+    marked = re.findall(r"<!-- generated: (\S+) -->", text)
+    if sorted(marked) != sorted(sections):
+        raise Stale(f"there are places for {sorted(marked)}, and the sections are {sorted(sections)}")
+    stale = []
+    for name, make in sections.items():
+        before, start, rest = text.partition(_MARKER.format("generated", name) + "\n")
+        old, end, after = rest.partition(_MARKER.format("end", name))
+        if not (start and end):
+            raise Stale(f"there is no end of the section {name}")
+        new = make() + "\n"
+        if new != old:
+            stale.append(name)
+        text = before + start + new + end + after
+    return text, stale
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 where something is stale")
+    parser.add_argument("--readme", type=Path, help="this file in place of README.md, and no other")
+    options = parser.parse_args(arguments)
+    pages = PAGES if options.readme is None else {options.readme: SECTIONS}
+    stale: list[str] = []
+    for page, sections in pages.items():
+        try:
+            new, of_page = rewrite(page.read_text(encoding="utf-8"), sections)
+        except Stale as error:
+            print(f"error: {page.name}: {error}", file=sys.stderr)
+            return 1
+        stale += of_page
+        if of_page and not options.check:
+            page.write_text(new, encoding="utf-8")
+    if options.check:
+        print(f"stale: {', '.join(stale)}: run python tools/readme_tables.py" if stale else "up to date")
+        return int(bool(stale))
+    print(f"rewrote {', '.join(stale)}" if stale else "up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

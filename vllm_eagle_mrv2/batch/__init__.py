@@ -1,0 +1,1 @@
+"""A batch on its way to the draft."""

@@ -1,0 +1,189 @@
+"""Two live engines that differ in who drafts, measured in turn."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_eagle_mrv2.cli.bench.shapes import OWN_HEAD_PLUGIN, Shape, token_prompts, write_configs, write_own_head
+from vllm_eagle_mrv2.cli.bench.types import Batch, Job, Round, Row, Started
+from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
+from vllm_eagle_mrv2.config.method import METHOD
+from vllm_eagle_mrv2.config.options import OPTIONS_KEY
+
+WARM_UP_TOKENS = 32
+MAX_NUM_SEQS = 64
+"""As many as either engine is made for, unless a batch is larger; the sizes of captured graphs follow from it."""
+CORES = 4
+"""As many as the threads of an engine with one GPU keep busy; more GPUs have more workers."""
+_FIXED_KV_CACHE = "kv_cache_memory_bytes"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The models to measure, and what goes with them."""
+
+    title: str
+    model: str
+    draft: str | None
+    """None stands for an MTP head inside the target."""
+    family: str
+    prompts: list[str] | list[list[int]]
+    arguments: dict[str, Any]
+    """Arguments for ``LLM``."""
+    offline: bool = False
+    plugins: dict[str, str] = field(default_factory=dict)
+    """vLLM plugins that its engines load besides those installed: name -> folder."""
+
+    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """What the plugins change in an environment."""
+        if not self.plugins:
+            return {}
+        path = [*self.plugins.values(), *filter(None, [variables.get("PYTHONPATH")])]
+        changed = {"PYTHONPATH": os.pathsep.join(path)}
+        if "VLLM_PLUGINS" in variables:
+            changed["VLLM_PLUGINS"] = ",".join([variables["VLLM_PLUGINS"], *self.plugins])
+        return changed
+
+
+def shape_subject(folder: Path, shape: Shape, family: str, largest_batch: int) -> Subject:
+    """Random weights in a published shape; the configurations are written into ``folder``."""
+    target, draft = write_configs(folder, shape, family)
+    arguments = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 4096,
+        _FIXED_KV_CACHE: 4 * 2**30,
+    }
+    title = f"shape {shape.value}, {family}, random weights"
+    plugins = {OWN_HEAD_PLUGIN: write_own_head(folder / "plugins")} if family == "eagle3" else {}
+    prompts = token_prompts(largest_batch)
+    return Subject(title, target, draft, family, prompts, arguments, offline=True, plugins=plugins)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, and how."""
+
+    subject: Subject
+    against_ours: bool = False
+    """Compare with ``eagle_mrv2`` that lacks the behaviours in ``disable``, instead of stock's speculator."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of ``eagle_mrv2``."""
+    disable: list[str] = field(default_factory=list)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """The user's own arguments for both ``LLM``."""
+    max_num_seqs: int = MAX_NUM_SEQS
+    gpu_memory_utilization: float | None = None
+    ignore_eos: bool = True
+    verbose: bool = False
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the sides are called."""
+        reduced = f"{METHOD} without {', '.join(self.disable)}" if self.disable else METHOD
+        return (reduced, METHOD) if self.against_ours else ("stock", reduced)
+
+    @contextmanager
+    def engines(self, k: int) -> Iterator[EnginePair]:
+        """Two live engines that draft ``k`` tokens.
+
+        Raises:
+            CommandError: one of them does not start.
+        """
+        ours = f"{METHOD}:{self.subject.family}"
+        reduced = self.options | ({"disable": self.disable} if self.disable else {})
+        if self.against_ours:
+            methods, options = (ours, ours), (reduced, self.options)
+        else:
+            methods, options = (self.subject.family, ours), ({}, reduced)
+        with self._process(0, methods[0]) as first, self._process(1, methods[1]) as second:
+            jobs = [self.job(k, method, given) for method, given in zip(methods, options, strict=True)]
+            first.send(jobs[0])
+            # An engine that sizes its KV cache by what memory is free must not see another one grow meanwhile.
+            alone = _FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
+            started = first.receive() if alone else None
+            second.send(jobs[1])
+            started = started or first.receive()
+            second.receive()
+            pair = EnginePair(k, self.names, (first, second), Started.model_validate(started))
+            if pair.started.device != "cpu":
+                self._share_cores(first, second)
+            yield pair
+            for process in (first, second):
+                process.finish()
+
+    def _share_cores(self, *engines: EngineProcess) -> None:
+        """Keep engines that run in turn to the same few cores, so that neither has the better ones.
+
+        Where an iteration waits for the host, two engines of the very same kind had differed by several per cent.
+        """
+        gpus = math.prod(int(self.overrides.get(f"{way}_parallel_size", 1)) for way in ("tensor", "pipeline"))
+        cores = sorted(os.sched_getaffinity(0))[-CORES * gpus :]
+        for engine in engines:
+            engine.keep_to(cores)
+
+    def _process(self, side: int, method: str) -> EngineProcess:
+        variables = environment(method, **({"HF_HUB_OFFLINE": "1"} if self.subject.offline else {}))
+        variables |= self.subject.environment(variables)
+        return EngineProcess("vllm_eagle_mrv2.cli.bench.worker", self.names[side], variables, self.verbose)
+
+    def job(self, k: int, method: str, options: dict[str, Any]) -> Job:
+        """The engine that drafts ``k`` tokens with a method of vLLM's or ours, and the options of ours."""
+        overrides = dict(self.overrides)
+        speculative = {**overrides.pop("speculative_config", {}), "method": method, "num_speculative_tokens": k}
+        if self.subject.draft is not None:
+            speculative["model"] = self.subject.draft
+        if options:
+            overrides["additional_config"] = {**overrides.get("additional_config", {}), OPTIONS_KEY: options}
+        fixed = _FIXED_KV_CACHE in self.subject.arguments
+        arguments = {
+            "max_num_seqs": self.max_num_seqs,
+            "gpu_memory_utilization": self.gpu_memory_utilization or (0.1 if fixed else 0.42),
+            "enable_prefix_caching": False,  # or a round would find the prefills of the one before
+            "disable_log_stats": False,
+            "seed": 0,
+            **self.subject.arguments,
+        }
+        return Job(
+            model=self.subject.model,
+            speculative_config=speculative,
+            arguments=arguments,
+            overrides=overrides,
+            prompts=self.subject.prompts,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class EnginePair:
+    """Two live engines, the one to compare against first."""
+
+    k: int
+    names: tuple[str, str]
+    processes: tuple[EngineProcess, EngineProcess]
+    started: Started
+
+    def compare(
+        self, batch: int, rounds: int, max_tokens: int, on_round: Callable[[int], None] = lambda done: None
+    ) -> Row:
+        """Measure a batch size, each engine once a round and in turn the first of it; the other idles meanwhile.
+
+        Raises:
+            CommandError: an engine failed.
+        """
+        for process in 2 * self.processes:
+            process.ask(Batch(size=batch, max_tokens=min(max_tokens, WARM_UP_TOKENS)))
+        taken: tuple[list[Round], list[Round]] = ([], [])
+        for number in range(rounds):
+            for side in (0, 1) if number % 2 else (1, 0):
+                measured = self.processes[side].ask(Batch(size=batch, max_tokens=max_tokens))
+                taken[side].append(Round.model_validate(measured))
+            on_round(number + 1)
+        return Row(k=self.k, batch=batch, names=self.names, against=taken[0], eagle_mrv2=taken[1])

@@ -1,0 +1,141 @@
+"""One engine of the bench, in its own process (`engine_process`): a `Job` in, then a `Round` for each `Batch`."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BaseModel
+
+from vllm_eagle_mrv2.cli.bench.types import Batch, Job, Round, Started
+from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
+from vllm_eagle_mrv2.cli.engine_process import OnTokens, serve
+
+CPU_ARGUMENTS = {"enforce_eager": True, "dtype": "float32"}
+
+
+class BenchEngine:
+    """A live engine and the prompts that it is measured on."""
+
+    def __init__(self, job: Job) -> None:
+        """Start the engine."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        arguments = job.arguments | (CPU_ARGUMENTS if current_platform.is_cpu() else {})
+        self._llm = vllm.LLM(
+            **{"model": job.model, "speculative_config": job.speculative_config, **arguments, **job.overrides}
+        )
+        self._ignore_eos = job.ignore_eos
+        self._prompts = [
+            self._llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt for prompt in job.prompts
+        ]
+        self.started = Started(
+            vllm_version=vllm.__version__,
+            device=current_platform.device_type,
+            device_name=current_platform.get_device_name() or current_platform.device_type,
+        )
+
+    def measure(self, batch: Batch) -> Round:
+        """Generate greedily for the first prompts, all put in at once, and take the time of every output.
+
+        The time to first token counts from the moment that the scheduler may start on the batch.  Inter-token latency
+        is the time between successive outputs of a request; an iteration that yields n tokens after a gap counts as n
+        tokens of gap / n each.
+
+        Raises:
+            ValueError: a prompt leaves no room for the tokens to generate.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        prompts = [self._prompts[number % len(self._prompts)] for number in range(batch.size)]
+        self._check_length(max(map(len, prompts)), batch.max_tokens)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=batch.max_tokens,
+            ignore_eos=self._ignore_eos,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine, clock = self._llm.llm_engine, time.perf_counter
+        before = read_counters(self._llm)
+        # Requests that trickle in would be scheduled into other batches in every round, and in half precision the
+        # shape of a batch decides near-ties; so the scheduler waits until it has them all.
+        self._llm.sleep(level=0)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"type": "token", "prompt_token_ids": prompt}, params)
+        steps: list[tuple[float, list[Any]]] = []
+        began = clock()
+        self._llm.wake_up(tags=["scheduling"])
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            steps.append((clock(), outputs))
+        seconds = clock() - began
+        return Round(seconds=seconds, **counted_since(before, self._llm), **_read_steps(steps, began, batch.size))
+
+    def _check_length(self, longest: int, max_tokens: int) -> None:
+        limit = self._llm.model_config.max_model_len
+        if longest + max_tokens > limit:
+            raise ValueError(
+                f"the longest prompt has {longest} tokens, which with {max_tokens} to generate is more than the "
+                f"context of {limit}; lower --tokens, shorten the prompts or raise --max-model-len"
+            )
+
+
+def _read_steps(steps: list[tuple[float, list[Any]]], began: float, size: int) -> dict[str, Any]:
+    """Token ids and latencies of every request out of the outputs of every step and their times."""
+    token_ids: list[list[int]] = [[] for _ in range(size)]
+    arrivals: list[list[tuple[float, int]]] = [[] for _ in range(size)]
+    for at, outputs in steps:
+        for output in outputs:
+            new, number = output.outputs[0].token_ids, int(output.request_id)
+            token_ids[number] += new
+            if new:
+                arrivals[number].append((at, len(new)))
+    gaps = [gap for request in arrivals for gap in inter_token_latencies(request)]
+    firsts = [request[0][0] - began for request in arrivals]
+    return {
+        "token_ids": token_ids,
+        "iterations": sum(1 for _, outputs in steps if outputs),
+        "itl_p50_ms": percentile(gaps, 50) * 1e3,
+        "itl_p99_ms": percentile(gaps, 99) * 1e3,
+        "ttft_p50_ms": percentile(firsts, 50) * 1e3,
+        "ttft_p99_ms": percentile(firsts, 99) * 1e3,
+    }
+
+
+def inter_token_latencies(arrivals: list[tuple[float, int]]) -> list[float]:
+    """Seconds for every token of a request after its first output.
+
+    Args:
+        arrivals: (time in seconds, new tokens) of each output.
+    """
+    return [(now - then) / tokens for (then, _), (now, tokens) in pairwise(arrivals) for _ in range(tokens)]
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """The smallest value that at least ``percent`` of the values do not exceed (nearest rank); 0 of none."""
+    if not values:  # every text ended with its first output
+        return 0.0
+    return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
+
+
+class _Worker:
+    """The first job starts the engine, the others measure it."""
+
+    def __init__(self) -> None:
+        self._engine: BenchEngine | None = None
+
+    def answer(self, job: str, on_tokens: OnTokens) -> BaseModel:
+        if self._engine is None:
+            self._engine = BenchEngine(Job.model_validate_json(job))
+            return self._engine.started
+        return self._engine.measure(Batch.model_validate_json(job))
+
+
+if __name__ == "__main__":
+    sys.exit(serve(_Worker().answer))

@@ -1,0 +1,160 @@
+"""``vllm-eagle-mrv2 demo``: the same prompts without speculation, with stock EAGLE and with ``eagle_mrv2``.
+
+The engines are the installed vLLM's, each in a process of its own (`demo_worker`), all on Model Runner V2.  Decoding is
+greedy, so the three must give the same tokens.
+
+They do so in float32 only, and float32 is what the demo asks for.  In half precision the target's logits depend on the
+shape of the batch that they were computed in, and verifying K + 1 tokens is another shape than decoding one: where two
+tokens nearly tie, stock speculation too may take the other.  So where the GPU has no attention backend for float32, the
+demo runs in bfloat16, and there ``eagle_mrv2`` has to match the stock speculative run or the run without speculation.
+
+Exit codes: 0, the tokens are equal in that sense and our speculator drafted them; 1, they are not, or it did not, or
+an engine failed; 2, the demo could not be started as asked.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from vllm_eagle_mrv2.cli.demo.pair import PAIR, load_prompts, require_vllm
+from vllm_eagle_mrv2.cli.demo.report import FamilyReport, print_reports, to_json
+from vllm_eagle_mrv2.cli.demo.types import Job, Measurement
+from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
+from vllm_eagle_mrv2.cli.errors import CommandError, print_error
+from vllm_eagle_mrv2.cli.progress import OnProgress, Track, progress
+from vllm_eagle_mrv2.config.method import METHOD
+
+_NO_FLOAT32 = "No valid attention backend"
+
+
+class Family(str, Enum):
+    """Which heads to run."""
+
+    eagle = "eagle"
+    eagle3 = "eagle3"
+    both = "both"
+
+
+class Dtype(str, Enum):
+    """What to compute in."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def demo(
+    family: Annotated[Family, typer.Option(help="Which head drafts.")] = Family.eagle,
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens an iteration (K).")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate for each prompt.")] = 64,
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many of the held-out prompts, as one batch.")] = 4,
+    model: Annotated[str | None, typer.Option(metavar="PATH", help="Target model instead of the packaged one.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="PATH", help="EAGLE head instead of the packaged one.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="auto: float32 where there is attention for it.")] = Dtype.auto,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1.0, help="As in vLLM.")] = 0.3,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log on stderr.")] = False,
+) -> None:
+    """Show that eagle_mrv2 runs on the installed vLLM, gives the same tokens, and how well it drafts.
+
+    Runs a small model three times: without speculation, with the stock method and with eagle_mrv2.
+    Takes one to two minutes without a GPU.
+    """
+    errors = Console(stderr=True)
+    try:
+        families = _families(family, model, draft)
+        job = Job(
+            model=model or str(PAIR / "target"),
+            speculative_config=None,
+            prompts=load_prompts()[:num_prompts],
+            max_tokens=max_tokens,
+            dtype=Dtype.float32.value if dtype is Dtype.auto else dtype.value,
+            gpu_memory_utilization=gpu_memory_utilization,
+        )
+        drafts = {name: draft or str(PAIR / name) for name in families}
+        with progress(errors, live=not verbose, quiet=json_output) as track:
+            reports = _run_all(job, drafts, num_speculative_tokens, track, verbose, fall_back=dtype is Dtype.auto)
+    except CommandError as error:
+        if json_output:
+            typer.echo(json.dumps({"error": str(error)}))
+        print_error(errors, error)
+        raise typer.Exit(error.exit_code) from None
+    if json_output:
+        typer.echo(json.dumps(to_json(reports), indent=2))
+    else:
+        print_reports(reports, Console())
+    raise typer.Exit(0 if all(report.passed for report in reports) else 1)
+
+
+def _families(family: Family, model: str | None, draft: str | None) -> list[str]:
+    require_vllm()
+    if model is not None and draft is None:
+        raise CommandError("--model needs --draft, an EAGLE head that was trained for it.", 2)
+    if draft is not None and family is Family.both:
+        raise CommandError("--draft is one head: say which with --family eagle or --family eagle3.", 2)
+    return ["eagle", "eagle3"] if family is Family.both else [family.value]
+
+
+# The engines
+
+
+def _run_all(
+    job: Job, drafts: dict[str, str], num_speculative_tokens: int, track: Track, verbose: bool, fall_back: bool
+) -> list[FamilyReport]:
+    """Run the baseline once and both methods for every family.
+
+    Args:
+        job: the job of the baseline.
+        drafts: family -> path of its head.
+        num_speculative_tokens: K.
+        track: makes a progress bar.
+        verbose: let vLLM's log through to stderr.
+        fall_back: whether to go to bfloat16 where float32 has no attention backend.
+    """
+
+    def run(name: str, method: str | None = None, head: str | None = None) -> Measurement:
+        config = {"method": method, "model": head, "num_speculative_tokens": num_speculative_tokens}
+        on_tokens = track(name, len(job.prompts) * job.max_tokens)
+        return _run_engine(
+            job.model_copy(update={"speculative_config": config if method else None}), on_tokens, verbose
+        )
+
+    try:
+        baseline = run("without speculation")
+    except CommandError as error:
+        if not (fall_back and _NO_FLOAT32 in str(error)):
+            raise
+        job = job.model_copy(update={"dtype": Dtype.bfloat16.value})
+        baseline = run("without speculation, bfloat16")
+    return [
+        FamilyReport(
+            family=family,
+            dtype=job.dtype,
+            num_speculative_tokens=num_speculative_tokens,
+            max_tokens=job.max_tokens,
+            prompts=job.prompts,
+            baseline=baseline,
+            stock=run(f"stock {family}", family, head),
+            eagle_mrv2=run(f"{METHOD}, {family}", METHOD, head),
+        )
+        for family, head in drafts.items()
+    ]
+
+
+def _run_engine(job: Job, on_tokens: OnProgress, verbose: bool) -> Measurement:
+    """Run one engine in a process of its own.
+
+    Raises:
+        CommandError: the engine failed.
+    """
+    method = job.speculative_config["method"] if job.speculative_config else None
+    # Triton multiplies float32 in TF32 unless told otherwise, which brings the near-ties back.
+    variables = environment(method, HF_HUB_OFFLINE="1", TRITON_F32_DEFAULT="ieee")
+    variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in the worker itself, where it can be looked at
+    with EngineProcess("vllm_eagle_mrv2.cli.demo.worker", method or "no speculation", variables, verbose) as engine:
+        return Measurement.model_validate(engine.ask(job, on_tokens))

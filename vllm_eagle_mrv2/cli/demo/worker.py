@@ -1,0 +1,103 @@
+"""One engine of the demo, in its own process (`engine_process`): a `Job` in, a `Measurement` out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_eagle_mrv2.cli.demo.types import Job, Measurement
+from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
+from vllm_eagle_mrv2.cli.engine_process import serve
+from vllm_eagle_mrv2.releases.surface import class_path
+
+PROMPT_ROOM = 256
+"""Tokens that the longest prompt may have, so that the KV cache need not hold the checkpoint's whole context."""
+WARM_UP_TOKENS = 8
+
+
+def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
+    """Start an engine, warm it up, and measure one greedy generation of all prompts at once.
+
+    Args:
+        job: what to run.
+        on_progress: called with the number of tokens generated so far.
+    """
+    import vllm
+    from vllm.platforms import current_platform
+
+    llm = vllm.LLM(
+        model=job.model,
+        speculative_config=job.speculative_config,
+        dtype=job.dtype,
+        max_model_len=PROMPT_ROOM + job.max_tokens,
+        max_num_seqs=len(job.prompts),
+        gpu_memory_utilization=job.gpu_memory_utilization,
+        enforce_eager=current_platform.is_cpu(),
+        enable_prefix_caching=False,  # or the warm-up would do the prefills of the measured generation
+        disable_log_stats=False,
+        seed=0,
+    )
+    _generate(llm, job.prompts, min(job.max_tokens, WARM_UP_TOKENS), lambda tokens: None)
+    on_progress(0)
+    before = read_counters(llm)
+    began = time.perf_counter()
+    outputs, iterations = _generate(llm, job.prompts, job.max_tokens, on_progress)
+    seconds = time.perf_counter() - began
+    counted = counted_since(before, llm)
+    return Measurement(
+        vllm_version=vllm.__version__,
+        device=current_platform.device_type,
+        device_name=current_platform.get_device_name() or current_platform.device_type,
+        token_ids=[list(output.outputs[0].token_ids) for output in outputs],
+        texts=[output.outputs[0].text for output in outputs],
+        seconds=seconds,
+        iterations=iterations,
+        **counted,
+        **_speculator_classes(llm),
+    )
+
+
+def _generate(
+    llm: Any, prompts: list[str], max_tokens: int, on_progress: Callable[[int], None]
+) -> tuple[list[Any], int]:
+    """The outputs of the prompts in their order, and how many iterations of the engine they took."""
+    from vllm import SamplingParams
+
+    engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    for index, prompt in enumerate(prompts):
+        # The form that LLM.generate itself hands on; generate() would report a request only when it is finished.
+        engine.add_request(str(index), {"type": "token", "prompt_token_ids": tokenizer.encode(prompt)}, params)
+    latest: dict[int, Any] = {}
+    iterations = 0
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        iterations += bool(outputs)
+        latest.update({int(output.request_id): output for output in outputs})
+        on_progress(sum(len(output.outputs[0].token_ids) for output in latest.values()))
+    return [latest[index] for index in range(len(prompts))], iterations
+
+
+def _speculator_classes(llm: Any) -> dict[str, Any]:
+    """Which classes drafted, found in the engine of this process."""
+    engine = llm.llm_engine.engine_core.engine_core
+    speculator = engine.model_executor.driver_worker.worker.model_runner.speculator
+    if speculator is None:
+        return {}
+    managers = [value for value in vars(speculator).values() if _is_graph_manager(value)]
+    return {
+        "speculator_class": class_path(type(speculator)),
+        "graph_manager_classes": [class_path(type(manager)) for manager in managers],
+        # Hosts of other packages are built of this one's classes too.
+        "is_eagle_mrv2": any(base.__module__.startswith("vllm_eagle_mrv2.") for base in type(speculator).__mro__),
+    }
+
+
+def _is_graph_manager(value: object) -> bool:
+    return any(base.__name__ == "CudaGraphManager" for base in type(value).__mro__)
+
+
+if __name__ == "__main__":
+    sys.exit(serve(lambda job, on_tokens: measure(Job.model_validate_json(job), on_tokens)))

@@ -1,0 +1,318 @@
+"""``vllm-eagle-mrv2 doctor``: whether ``eagle_mrv2`` will run on the installed vLLM, and why not.
+
+It imports vLLM's modules, as checking them takes, but makes no engine: no GPU and no model are needed.
+
+Exit codes: 0, eagle_mrv2 will run; 1, it will not; 2, there is nothing to look at: no vLLM, or no such recording.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Annotated
+
+import typer
+from packaging.version import Version
+from rich.console import Console
+
+from vllm_eagle_mrv2 import __version__, releases
+from vllm_eagle_mrv2.cli.doctor.preflight import Deployment, examine_deployment
+from vllm_eagle_mrv2.cli.doctor.recorded import NoSurface, load_surface
+from vllm_eagle_mrv2.cli.doctor.report import (
+    AdapterReport,
+    BehaviourReport,
+    DeploymentReport,
+    DoctorReport,
+    PluginReport,
+    SymbolReport,
+    print_report,
+)
+from vllm_eagle_mrv2.config import kill_switch
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.method import FAMILIES, METHOD, Settings
+from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.releases.spec import Release
+from vllm_eagle_mrv2.releases.surface import check_installed, check_recorded
+from vllm_eagle_mrv2.releases.v2_limits import limits_of
+
+PLUGIN_GROUP = "vllm.general_plugins"
+_PLAIN_WIDTH = 140
+_NAMED = 3
+
+
+def doctor(
+    surface: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X.Y.Z|FILE", help="Check the adapter of a recorded release against its recording instead."
+        ),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="List every stock symbol, the healthy ones too.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="Look at a deployment too: the target, a folder or hub name.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(metavar="HEAD", help="Its draft head; left out, the target has MTP layers.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("--num-speculative-tokens", "-k", metavar="K", min=1, help="Draft tokens a step.")
+    ] = 3,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="As for the server; left out, vLLM's own number here.")
+    ] = None,
+    probabilistic: Annotated[
+        bool, typer.Option("--probabilistic", help="Drafts are sampled, so that their logits are kept.")
+    ] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="As for the server.")] = False,
+) -> None:
+    """Check that eagle_mrv2 will run on the installed vLLM, and show what it brings there.
+
+    With --model also whether it will draft for that deployment, from the configurations of target and head alone.
+
+    Needs no GPU and no weights. Exit status 0: it will run; 1: it will not; 2: vLLM is not installed.
+    """
+    if model is None and (draft is not None or max_num_seqs is not None or probabilistic):
+        raise typer.BadParameter("a deployment needs --model", param_hint="--model")
+    if model is not None and surface is not None:
+        raise typer.BadParameter("a recording serves no model", param_hint="--surface")
+    deployment = None
+    if model is not None:
+        deployment = Deployment(model, draft, num_speculative_tokens, max_num_seqs, probabilistic, trust_remote_code)
+    with _quiet():
+        report = examine(deployment) if surface is None else examine_recorded(surface)
+    if json_output:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        console = Console()
+        print_report(report, console if console.is_terminal else Console(width=_PLAIN_WIDTH), verbose)
+    raise typer.Exit(report.exit_code)
+
+
+def examine(deployment: Deployment | None = None) -> DoctorReport:
+    """Look at the installed vLLM, and at what is to be served by it."""
+    report = DoctorReport(
+        package_version=__version__,
+        source="installed",
+        python=platform.python_version(),
+        torch=version_of("torch"),
+        triton=version_of("triton", "pytorch-triton"),
+        plugin=_plugin(),
+    )
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:  # without an origin it is a folder that happens to have the name
+        report.problems.append("vLLM is not installed here: install a release that this package supports.")
+        report.exit_code = 2
+        return report
+    _check_plugin(report)
+    _check_kill_switch(report)
+    try:
+        report.vllm_version = str(importlib.import_module("vllm").__version__)
+    except Exception as error:  # a broken installation may fail in any way; the reason is the finding
+        report.problems.append(f"vLLM is installed but cannot be imported ({_reason(error)}); reinstall it.")
+    else:
+        report.platform = _platform(report)
+        adapter = _adapter(report, report.vllm_version)
+        if adapter is not None:
+            _check_adapter(report, adapter, report.vllm_version)
+    if deployment is not None:
+        _check_deployment(report, deployment)
+    report.exit_code = 1 if report.problems else 0
+    return report
+
+
+def examine_recorded(wanted: str) -> DoctorReport:
+    """Look at a recording: nothing of this environment counts.
+
+    Args:
+        wanted: a recorded release, or the path of a recording.
+    """
+    report = DoctorReport(package_version=__version__, source=wanted)
+    try:
+        surface = load_surface(wanted)
+    except NoSurface as error:
+        report.problems.append(str(error))
+        report.exit_code = 2
+        return report
+    report.vllm_version = release = surface["vllm_version"]
+    adapter = _adapter(report, release)
+    if adapter is not None:
+        needed = adapter.symbols_of(releases.stock_version(release))
+        report.symbols = [SymbolReport.of(finding) for finding in check_recorded(needed, surface)]
+        _blame_symbols(report, f"the recorded vLLM {release} is not what adapter {adapter.name} knows")
+    report.exit_code = 1 if report.problems else 0
+    return report
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Standard output is the report's alone; what vLLM says on being imported goes elsewhere or nowhere."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def version_of(*names: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# The plugin
+
+
+def _plugin() -> PluginReport:
+    """The same choice as vLLM's own: VLLM_PLUGINS, where set, lists the names to load, and nothing is stripped."""
+    registered = any(entry.name == METHOD for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP))
+    wanted = os.environ.get("VLLM_PLUGINS")
+    return PluginReport(
+        registered=registered,
+        vllm_plugins=wanted,
+        loaded=registered and (wanted is None or METHOD in wanted.split(",")),
+    )
+
+
+def _check_plugin(report: DoctorReport) -> None:
+    plugin = report.plugin
+    if plugin is None or plugin.loaded:
+        return
+    if not plugin.registered:
+        report.problems.append(
+            f"the entry point {METHOD} of the group {PLUGIN_GROUP} is not registered, so vLLM never loads the plugin; "
+            "install vllm-eagle-mrv2 with pip into the environment of vLLM."
+        )
+    else:
+        names = [name.strip() for name in (plugin.vllm_plugins or "").split(",")]
+        others = [name for name in names if name not in ("", METHOD)]
+        report.problems.append(
+            f"VLLM_PLUGINS={plugin.vllm_plugins} keeps vLLM from loading this plugin; "
+            f"set VLLM_PLUGINS={','.join([*others, METHOD])}, or unset it."
+        )
+
+
+def _check_kill_switch(report: DoctorReport) -> None:
+    try:
+        if kill_switch.is_on():
+            report.problems.append(f"{kill_switch.VARIABLE} switches {METHOD} off, and stock vLLM drafts; unset it.")
+    except EagleMRV2Error as error:
+        report.problems.append(str(error))
+
+
+# The release
+
+
+def _platform(report: DoctorReport) -> str | None:
+    try:
+        current = importlib.import_module("vllm.platforms").current_platform
+        name = type(current).__name__
+        kind = str(getattr(current, "device_type", "") or "")
+    except Exception as error:  # as above
+        report.notes.append(f"vLLM cannot tell its platform ({_reason(error)}).")
+        return None
+    if not kind:
+        report.notes.append(
+            "vLLM sees no device that it could run on here; the rest of this report holds all the same."
+        )
+    return f"{name} ({kind})" if kind else name
+
+
+def _adapter(report: DoctorReport, release: str) -> Release | None:
+    """Choose the adapter and describe it, or say why there is none."""
+    version = releases.stock_version(release)
+    try:
+        newest = max(Version(series) for known in releases.all_releases() for series in known.series)
+        adapter = releases.release_for(release)
+    except EagleMRV2Error as error:
+        report.problems.append(str(error))
+        if version.release[:2] > newest.release[:2]:
+            report.notes.append(
+                f"vLLM {release} is newer than every adapter: in a checkout of this package, "
+                f"python tools/record_surface.py --drift {version} prints what an adapter for it has to take up."
+            )
+        return None
+    except Exception as error:  # an adapter of another package may fail to load in any way
+        report.problems.append(
+            f"an adapter of the entry-point group {releases.ENTRY_POINTS} is broken ({_reason(error)})."
+        )
+        return None
+    report.adapter = AdapterReport(name=adapter.name, series=list(adapter.series))
+    report.behaviours = [
+        BehaviourReport(name=str(one), supplier=adapter.supplier(one, version), summary=one.summary)
+        for one in Behaviour
+    ]
+    report.families = list(adapter.families)
+    report.unsupported = _unsupported(adapter, version)
+    return adapter
+
+
+def _unsupported(adapter: Release, version: Version) -> list[str]:
+    """What `Release.check_settings` and the seams refuse there, and what Model Runner V2 does not serve."""
+    phrases = [*adapter.unsupported]
+    phrases += [f"{family} drafts: use method={family}" for family in FAMILIES if family not in adapter.families]
+    if "eagle3" in adapter.families and not adapter.eagle3_over_pp:
+        phrases.append("EAGLE-3 with pipeline_parallel_size above 1")
+    if "mtp" in adapter.families:
+        phrases.append("MTP heads of Gemma 4 and of several modules: vLLM has speculators of their own for them")
+    phrases.append("VLLM_USE_V2_MODEL_RUNNER=0 in the environment")
+    return list(dict.fromkeys([*phrases, *(limit.what for limit in limits_of(version))]))
+
+
+def _check_adapter(report: DoctorReport, adapter: Release, release: str) -> None:
+    needed = adapter.symbols_of(releases.stock_version(release))
+    report.symbols = [SymbolReport.of(finding) for finding in check_installed(needed)]
+    _blame_symbols(report, f"vLLM {release} is not the stock release that adapter {adapter.name} knows")
+    try:
+        adapter.check_settings(Settings(adapter.families[0], Options()), SimpleNamespace())
+    except EagleMRV2Error as error:  # what the environment forbids to every deployment
+        report.problems.append(str(error))
+    if all(symbol.status == "found" for symbol in report.symbols):
+        _check_speculators(report, adapter)
+
+
+def _check_deployment(report: DoctorReport, deployment: Deployment) -> None:
+    if report.problems or report.vllm_version is None:
+        report.deployment = DeploymentReport(
+            target=deployment.target, draft=deployment.draft, num_speculative_tokens=deployment.num_speculative_tokens
+        )
+        return
+    examine_deployment(report, deployment, releases.stock_version(report.vllm_version))
+
+
+def _blame_symbols(report: DoctorReport, what: str) -> None:
+    drift = [symbol for symbol in report.symbols if symbol.status != "found"]
+    if drift:
+        named = ", ".join(f"{symbol.module}:{symbol.name} ({symbol.status})" for symbol in drift[:_NAMED])
+        more = f" and {len(drift) - _NAMED} more" if len(drift) > _NAMED else ""
+        report.problems.append(f"{what}: {named}{more}.")
+
+
+def _check_speculators(report: DoctorReport, adapter: Release) -> None:
+    """Our own classes sit on the release's; making the class takes no device, unlike making the object."""
+    try:
+        module = importlib.import_module(adapter.speculators)
+        for family in adapter.families:
+            module.speculator_class(family)
+    except Exception as error:  # as above
+        report.problems.append(f"the speculator of adapter {adapter.name} cannot be made ({_reason(error)}).")

@@ -1,0 +1,83 @@
+"""What a user can set in ``additional_config={"eagle_mrv2": {...}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+
+OPTIONS_KEY = "eagle_mrv2"
+
+
+class DraftVocab(BaseModel):
+    """Which tokens a head with the whole vocabulary may draft; the rest of it is not computed (FR-Spec, 2502.14856)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: int = Field(gt=0, strict=True, description="how many tokens to keep, the first of the ranking")
+    ranking: Path = Field(description="file of `vllm-eagle-mrv2 rank-vocab`")
+
+
+class Options(BaseModel):
+    """Validated options of one engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    disable: frozenset[Behaviour] = Field(
+        default=frozenset(), description="behaviours to switch off, for measurement only"
+    )
+    draft_logits_dtype: Literal["float32", "head"] = Field(
+        default="float32", description="dtype of the stored draft logits: float32, or that of the draft's head"
+    )
+    draft_vocab: DraftVocab | None = Field(default=None, description="keep the head's rows for frequent tokens only")
+
+    def enabled(self, behaviour: Behaviour) -> bool:
+        """Whether a behaviour is on."""
+        return behaviour not in self.disable
+
+    def without(self, behaviour: Behaviour) -> Options:
+        """The same with a behaviour switched off."""
+        return self.model_copy(update={"disable": self.disable | {behaviour}})
+
+
+def parse_options(additional_config: object) -> Options:
+    """Read the options out of vLLM's ``additional_config``.
+
+    Args:
+        additional_config: the engine's ``additional_config``; anything that is no mapping holds no options.
+
+    Raises:
+        EagleMRV2Error: an unknown key or a value out of range, with the list of what is known.
+    """
+    given = additional_config.get(OPTIONS_KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise EagleMRV2Error(
+            f'additional_config["{OPTIONS_KEY}"] must be a mapping of options, not {type(given).__name__}.'
+        )
+    try:
+        return Options.model_validate(dict(given))
+    except ValidationError as invalid:
+        raise EagleMRV2Error(
+            f'additional_config["{OPTIONS_KEY}"] is not valid: {_first_problem(invalid)}; known options are {_known()}.'
+        ) from None
+
+
+def _first_problem(invalid: ValidationError) -> str:
+    error: Mapping[str, Any] = invalid.errors()[0]
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"unknown option '{where}'"
+    return f"{where}: {error['msg']} (given: {error['input']!r})"
+
+
+def _known() -> str:
+    behaviours = ", ".join(behaviour.value for behaviour in Behaviour)
+    return (
+        f"disable (a list of: {behaviours}), draft_logits_dtype (float32 or head) "
+        'and draft_vocab ({"size": NUMBER, "ranking": PATH})'
+    )

@@ -1,0 +1,104 @@
+"""Rankings of tokens by frequency, and the draft vocabulary that is cut from one.
+
+``vllm-eagle-mrv2 rank-vocab`` makes the file, ``draft_vocab`` names it.  It is read once, before the model loads, by
+the process that makes the configuration; the tokens travel to the workers with the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_eagle_mrv2.config.options import DraftVocab
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+
+_REMEDY = "make one with `vllm-eagle-mrv2 rank-vocab`"
+# A model's vocabulary is its tokenizer's, padded a little; with more between them than this they are of two families.
+_PADDING = 0.1
+
+
+class Ranking(BaseModel):
+    """A ranking file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokenizer: str = ""
+    """Name or path of the tokenizer, for people."""
+    vocab_size: int | None = Field(default=None, gt=0)
+    """Ids that the tokenizer has."""
+    tokens: tuple[Annotated[int, Field(ge=0, strict=True)], ...]
+    """Token ids: special ones, then the others by falling frequency; what never occurred is not among them."""
+    coverage: dict[int, float] = {}
+    """Size of a draft vocabulary -> share of the corpus that its tokens make up."""
+
+
+def read_ranking(path: Path) -> Ranking:
+    """Read a ranking file.
+
+    Raises:
+        EagleMRV2Error: no such file, or it is not a ranking.
+    """
+    try:
+        ranking = Ranking.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise EagleMRV2Error(
+            f"the ranking {path} of draft_vocab cannot be read ({error.strerror or error}); {_REMEDY}."
+        ) from error
+    except ValidationError as invalid:
+        problem: Mapping[str, Any] = invalid.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise EagleMRV2Error(f"{path} is not a ranking ({where}: {problem['msg']}); {_REMEDY}.") from None
+    if len(set(ranking.tokens)) < len(ranking.tokens):
+        raise EagleMRV2Error(f"{path} is not a ranking (tokens stand in it twice); {_REMEDY}.")
+    return ranking
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The draft vocabulary that a user asked for."""
+
+    ids: tuple[int, ...] = field(repr=False)
+    """Ascending."""
+    ranking: str
+    tokenizer_size: int | None
+
+    def check(self, vocab_size: int) -> None:
+        """Compare with the draft.
+
+        Args:
+            vocab_size: tokens of the draft's whole vocabulary.
+
+        Raises:
+            EagleMRV2Error: nothing is left out, or the ranking is of another vocabulary.
+        """
+        if len(self.ids) >= vocab_size:
+            raise EagleMRV2Error(
+                f"draft_vocab keeps {len(self.ids)} tokens of a draft with {vocab_size}; "
+                "take a smaller size, or leave draft_vocab out."
+            )
+        of = self.tokenizer_size
+        if self.ids[-1] >= vocab_size or (of is not None and not (1 - _PADDING) * vocab_size <= of <= vocab_size):
+            size = f"a tokenizer of {of} tokens" if of is not None else f"a vocabulary with the token {self.ids[-1]}"
+            raise EagleMRV2Error(
+                f"the ranking {self.ranking} is of {size}, the draft has a vocabulary of {vocab_size}; "
+                "make one with `vllm-eagle-mrv2 rank-vocab --tokenizer` and the target's name."
+            )
+
+
+def kept_tokens(asked: DraftVocab) -> KeptTokens:
+    """The first ``size`` tokens of the ranking.
+
+    Raises:
+        EagleMRV2Error: the file is not a ranking, or has fewer tokens.
+    """
+    ranking = read_ranking(asked.ranking)
+    if len(ranking.tokens) < asked.size:
+        raise EagleMRV2Error(
+            f"draft_vocab asks for {asked.size} tokens and {asked.ranking} ranks {len(ranking.tokens)}; "
+            "take a smaller size, or rank more text."
+        )
+    return KeptTokens(tuple(sorted(ranking.tokens[: asked.size])), str(asked.ranking), ranking.vocab_size)

@@ -1,0 +1,315 @@
+"""Lets draft decodes attend with one kernel of ours, which needs neither a schedule nor a plan.
+
+For one token a request FlashAttention 3 runs a kernel that makes a schedule, one that attends and one that puts its
+splits together; FlashInfer's own kernels run by a plan that the host makes, for which it waits for the lengths.  Ours
+reads each request's length itself, turns the query and the key by RoPE, and writes the token's key and value into the
+cache, for which vLLM runs kernels before.
+
+Where but one row of a draft prefill is read (see `one_row`), the query of that row attends so too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_eagle_mrv2.draft_model import compile_ahead
+from vllm_eagle_mrv2.draft_model.last_row import row_read
+from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
+from vllm_eagle_mrv2.releases.surface import class_path
+
+_ATTENTION = "vllm.model_executor.models.llama.LlamaAttention"
+"""The module that hands what RoPE returns to its attention layer, and nobody else."""
+_BACKENDS = "vllm.v1.attention.backends"
+_FLASH_ATTENTION = f"{_BACKENDS}.flash_attn.FlashAttentionImpl"
+_FLASHINFER = f"{_BACKENDS}.flashinfer.FlashInferImpl"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class DecodeMetadata:
+    """Attention metadata of one token a request that no builder made; its names are FlashAttention's."""
+
+    num_actual_tokens: int  # n
+    seq_lens: torch.Tensor  # [n] int32, the token included
+    block_table: torch.Tensor  # [n, m] int32
+    max_query_len: int = 1
+    causal: bool = True
+
+
+class Rope(torch.nn.Module):
+    """Stands for a module's RoPE, which is left to attention.
+
+    Args:
+        stock: vLLM's.
+        positions: [T] int64, of every pass of the draft.
+    """
+
+    def __init__(self, stock: Any, positions: torch.Tensor) -> None:
+        super().__init__()
+        self.stock = stock
+        self._positions = positions
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys as they are."""
+        return query, key
+
+    def turn(self, *heads: torch.Tensor) -> None:
+        """Turn queries and keys [n, heads, D], or one of them, in place; tokens may lie apart."""
+        rows = [each.view(len(each), each.shape[1] * each.shape[2]) for each in heads]
+        self.stock.forward_cuda(self._positions[: len(rows[0])], *rows)
+
+    def angles(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        """What our kernel turns by."""
+        return {"positions": self._positions[:num_tokens], "cos_sin": self.stock.cos_sin_cache}
+
+
+def install(
+    draft: torch.nn.Module,
+    target: torch.nn.Module,
+    block_size: int = 16,
+    positions: torch.Tensor | None = None,
+    max_model_len: int = 0,
+) -> bool:
+    """Have a draft's plain FlashAttention and FlashInfer layers attend so where a batch has one token a request.
+
+    FlashInfer's do so for `DecodeMetadata` alone: its builder's says nothing of lengths and blocks.
+
+    Args:
+        draft: loaded.
+        target: the target model, whose layers stay as they are.
+        block_size: tokens in a block of the cache, for which the kernel is compiled ahead.
+        positions: [T] int64, in whose first rows every pass of the draft has its tokens' positions; None leaves RoPE
+            where it is.
+        max_model_len: no position reaches it; our kernel reads RoPE's table unchecked, so that one with fewer rows
+            stays where it is.
+
+    Returns:
+        whether these are all attention layers of the draft, so that `DecodeMetadata` is all that draft decodes need.
+    """
+    shared = {id(module) for module in target.modules()}
+    layers = [module for module in draft.modules() if id(module) not in shared and hasattr(module, "impl")]
+    kernels: dict[tuple[int, ...], SingleTokenAttention] = {}
+    plain = [layer for layer in layers if _is_plain(layer.impl)]
+    ropes = {} if positions is None else _take_ropes(draft, plain, positions, max_model_len)
+    for layer in plain:
+        _attend_by_ours(layer.impl, kernels, ropes.get(id(layer)))
+    weight = next(draft.parameters(), None)
+    all_are = len(plain) == len(layers) > 0
+    if weight is not None:
+        kinds = {(_shape(layer.impl), id(layer) in ropes) for layer in plain}
+        for shape, rotates in kinds:
+            launches = functools.partial(
+                compile_ahead.attention,
+                *shape,
+                block_size,
+                weight.dtype,
+                weight.device,
+                writes=all_are,
+                rotates=rotates,
+                one_row=rotates and len(layers) == 1,
+            )
+            compile_ahead.submit(weight.device, launches)
+    return all_are
+
+
+def _take_ropes(
+    draft: torch.nn.Module, layers: list[Any], positions: torch.Tensor, max_model_len: int
+) -> dict[int, Rope]:
+    """Have modules leave RoPE to their attention layers, where these are among the given; by the layer's identity."""
+    known = {id(layer) for layer in layers}
+    taken: dict[int, Rope] = {}
+    for module in list(draft.modules()):
+        layer: Any = getattr(module, "attn", None)
+        if (
+            id(layer) in known
+            and class_path(type(module)) == _ATTENTION
+            and _is_plain_rope(module.rotary_emb, layer.impl)
+            and len(module.rotary_emb.cos_sin_cache) >= max_model_len
+        ):
+            module.rotary_emb = taken[id(layer)] = Rope(module.rotary_emb, positions)
+    return taken
+
+
+def _is_plain_rope(rope: Any, impl: Any) -> bool:
+    """Whether a module's RoPE turns whole heads by a table, in NeoX's order, whatever is in that table."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    return (
+        isinstance(rope, RotaryEmbedding)
+        and type(rope).forward_cuda is RotaryEmbedding.forward_cuda
+        and rope.is_neox_style
+        and rope.rotary_dim == rope.head_size == impl.head_size
+        and not getattr(rope, "use_flashinfer", False)
+        and rope.cos_sin_cache.is_contiguous()
+        and getattr(impl, "kv_sharing_target_layer_name", None) is None
+    )
+
+
+def _is_plain(impl: Any) -> bool:
+    """Whether a layer's implementation is attention of a decoder over a cache in 16 bit, with no more to it."""
+    field = functools.partial(getattr, impl)
+    return (
+        class_path(type(impl)) in (_FLASH_ATTENTION, _FLASHINFER)
+        and field("head_size", 0) in (16, 32, 64, 128, 256)
+        and field("alibi_slopes", _MISSING) is None
+        and field("sliding_window", _MISSING) == (-1, -1)
+        and not field("logits_soft_cap", _MISSING)
+        and field("sinks", _MISSING) is None
+        and field("attn_type", "decoder") == "decoder"  # FlashInfer has no others
+        and field("kv_cache_dtype", _MISSING) in ("auto", "bfloat16", "float16")
+        and field("dcp_world_size", 1) <= 1
+        and not field("batch_invariant_enabled", False)
+    )
+
+
+def _shape(impl: Any) -> tuple[int, int, int]:
+    return impl.num_heads, impl.num_kv_heads, impl.head_size
+
+
+def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention], rope: Rope | None) -> None:
+    stock_forward = impl.forward
+    shape = _shape(impl)
+    update = _CacheUpdate(impl, rope)
+
+    def attend(
+        query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, **how: Any
+    ) -> Any:
+        key_cache, value_cache = _caches(kv_cache, impl)
+        return kernels[shape](
+            query,
+            key_cache,
+            value_cache,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            impl.scale,
+            output,
+            **how,
+            **({} if rope is None else rope.angles(len(query))),
+        )
+
+    def forward(
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        plain = not any(each is not None for each in (*args, *kwargs.values()))
+        if attn_metadata is None:
+            # The profile run.  What is made while weights are loaded goes with them when vLLM sleeps.
+            if shape not in kernels:
+                kernels[shape] = SingleTokenAttention(*shape, query.device)
+        elif plain and _is_for_us(attn_metadata, query):
+            num_reqs = attn_metadata.num_actual_tokens
+            where, _ = update.taken()
+            attend(
+                query[:num_reqs],
+                kv_cache,
+                attn_metadata,
+                output[:num_reqs],
+                key=None if where is None else key[:num_reqs],
+                value=None if where is None else value[:num_reqs],
+                slots=where,
+            )
+            return output
+        elif rope is not None:
+            row, (_, keys_are_turned) = row_read(), update.taken()
+            if plain and row is not None and keys_are_turned and _is_one_request(attn_metadata, query):
+                return attend(query, kv_cache, attn_metadata, output, index=row)
+            rope.turn(query, *([] if keys_are_turned else [key]))
+        return stock_forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+
+    impl.forward = forward
+
+
+class _CacheUpdate:
+    """In the place of a layer's own: leaves a draft decode's keys and values to attention, which writes them.
+
+    Passes by `DecodeMetadata` run eagerly or are captured whole: none has its writes in a graph, and attention not.
+    """
+
+    def __init__(self, impl: Any, rope: Rope | None) -> None:
+        self._slots: torch.Tensor | None = None
+        self._turned = False
+        self._rope = rope
+        if hasattr(impl, "do_kv_cache_update"):
+            self._stock: Callable[..., None] = impl.do_kv_cache_update
+            impl.do_kv_cache_update = self
+
+    def __call__(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        if key.dtype == kv_cache.dtype and isinstance(_metadata_of(layer), DecodeMetadata):
+            self._slots = slot_mapping
+            return
+        if self._rope is not None:
+            self._rope.turn(key)
+            self._turned = True
+        self._stock(layer, key, value, kv_cache, slot_mapping)
+
+    def taken(self) -> tuple[torch.Tensor | None, bool]:
+        """For attention, once a pass: where it is to write, if it is; whether RoPE has turned the keys already."""
+        found = self._slots, self._turned
+        self._slots, self._turned = None, False
+        return found
+
+
+def _metadata_of(layer: Any) -> Any:
+    """What a layer will be given to attend by."""
+    from vllm.forward_context import get_forward_context
+
+    by_layer = get_forward_context().attn_metadata
+    return by_layer.get(layer.layer_name) if isinstance(by_layer, dict) else None
+
+
+def _is_for_us(attn_metadata: Any, query: torch.Tensor) -> bool:
+    return (
+        getattr(attn_metadata, "max_query_len", 0) == 1  # FlashInfer's tells lengths and blocks to the device alone
+        and _is_plain_batch(attn_metadata, query)
+        and len(attn_metadata.seq_lens) == attn_metadata.num_actual_tokens
+    )
+
+
+def _is_one_request(attn_metadata: Any, query: torch.Tensor) -> bool:
+    """Whether the tokens are of one request, which FlashAttention's metadata describes, as FlashInfer's does not."""
+    return len(getattr(attn_metadata, "seq_lens", ())) == len(
+        getattr(attn_metadata, "block_table", ())
+    ) == 1 and _is_plain_batch(attn_metadata, query)
+
+
+def _is_plain_batch(attn_metadata: Any, query: torch.Tensor) -> bool:
+    return (
+        not getattr(attn_metadata, "use_cascade", False)  # none from 0.32 on
+        and attn_metadata.causal is True
+        and query.dtype in (torch.bfloat16, torch.float16)
+    )
+
+
+def _caches(kv_cache: torch.Tensor, impl: Any) -> tuple[torch.Tensor, ...]:
+    """Keys and values [blocks, block size, kv_heads, D], in whichever form a release keeps them."""
+    views: tuple[torch.Tensor, ...]
+    if kv_cache.dim() == 4:  # [blocks, kv_heads, block size, 2 * D]
+        views = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
+    else:  # [2, blocks, ...], or the other way round
+        views = kv_cache.unbind(0 if class_path(type(impl)) == _FLASH_ATTENTION and _two_come_first() else 1)
+    return views
+
+
+@functools.cache
+def _two_come_first() -> bool:
+    """Of FlashAttention's caches; FlashInfer's have the blocks first."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    shape: tuple[int, ...] = FlashAttentionBackend.get_kv_cache_shape(8, 16, 4, 64)
+    return shape[0] == 2

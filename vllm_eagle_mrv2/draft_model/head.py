@@ -1,0 +1,134 @@
+"""The draft's head: from hidden states to drafts, over the draft's own vocabulary."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits, FewRows
+from vllm_eagle_mrv2.draft_model.trimmed_head import TrimmedHead
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
+from vllm_eagle_mrv2.kernels.greedy import argmax_keys
+
+_MODELS = "vllm.model_executor.models"
+# Classes whose ``compute_logits`` scatters the logits of a reduced vocabulary, and does nothing else.
+_SCATTERING = frozenset({f"{_MODELS}.llama_eagle3", f"{_MODELS}.qwen3_eagle3", f"{_MODELS}.deepseek_eagle3"})
+
+
+class DraftHead:
+    """The head of a loaded draft model.
+
+    An EAGLE-3 head has a vocabulary of its own (32,000 rows, say), and its model scatters the logits into a row of the
+    target's vocabulary, filled with -inf.  The argmax needs neither: it runs over the head's rows, and the winner is
+    looked up.  Nor does it need the logits of other tensor-parallel ranks: the ranks exchange their best tokens.
+
+    Args:
+        model: the draft, with its weights loaded.
+        draft_logits: of the draft; None has its logits whole.
+        trimmed: what stands in for a head with the target's vocabulary, where the user asked for it.
+    """
+
+    def __init__(self, model: Any, draft_logits: DraftLogits | None = None, trimmed: TrimmedHead | None = None) -> None:
+        self._model = model
+        self._draft_logits = draft_logits
+        self._trimmed = trimmed
+
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """[C] int64, how far it is from each row of the head to the target's token; None where a row is the token.
+
+        Read where it lies, so that weights may be replaced in place.
+        """
+        if self._trimmed is not None:
+            return self._trimmed.offsets
+        return self._model.draft_id_to_target_id.data if self._scatters else None
+
+    @functools.cached_property
+    def _scatters(self) -> bool:
+        """Whether the model's logits are those of a draft vocabulary, scattered into a row of the target's."""
+        mapped = getattr(self._model, "draft_id_to_target_id", None) is not None
+        return mapped and type(self._model).compute_logits.__module__ in _SCATTERING and self._trimmed is None
+
+    def logits(self, hidden_states: torch.Tensor, few: FewRows | None = None) -> Any:
+        """[n, C] for hidden states [n, H], a column for each row of the head; see `offsets`.
+
+        A rank that keeps its shard of the logits gets no more than that.  With ``few`` it may also be what that makes
+        of few rows and the weights of a head whose rows are the tokens.
+
+        Raises:
+            EagleMRV2Error: the head is trimmed, and the draft does something to its logits afterwards.
+        """
+        self._look_at_draft(hidden_states)
+        if self._draft_logits is None:
+            return self._compute(hidden_states)
+        return self._draft_logits(self._compute, hidden_states, few if self.offsets is None else None)
+
+    def logits_by_temperature(
+        self, hidden_states: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`logits`, of which greedy rows may be left out; then also what `few_rows_by_temperature` has of them.
+
+        Args:
+            hidden_states: [n, H].
+            idx_mapping: as of `few_rows_by_temperature`.
+            temperature: likewise.
+
+        Raises:
+            EagleMRV2Error: as `logits`.
+        """
+        few = functools.partial(few_rows.few_rows_by_temperature, idx_mapping=idx_mapping, temperature=temperature)
+        found = self.logits(hidden_states, few)
+        return found if isinstance(found, tuple) else (found, None)
+
+    def keys(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[n, m] int64 keys of `argmax_keys` for hidden states [n, H]: the best is the argmax, the first of equals.
+
+        Raises:
+            EagleMRV2Error: as `logits`.
+        """
+        logits: torch.Tensor = self.logits(hidden_states, few_rows.few_rows_keys)
+        if logits.dtype == torch.int64:
+            return logits
+        shard = None if self._draft_logits is None else self._draft_logits.shard(logits, self._num_rows)
+        if shard is None:
+            return argmax_keys(logits, self.offsets)
+
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        first, count = shard
+        keys = argmax_keys(logits, self.offsets, first_row=first, num_columns=count)
+        # Not every communicator of vLLM's takes integers; a gather copies bits whatever they mean.
+        gathered: torch.Tensor = tensor_model_parallel_all_gather(keys.view(torch.float32))
+        return gathered.view(torch.int64)
+
+    def _look_at_draft(self, hidden_states: torch.Tensor) -> None:
+        """Leave the logits of a draft whole that does something to them itself."""
+        if self._draft_logits is None or self._draft_logits.untouched(self._compute, hidden_states):
+            return
+        if self._trimmed is not None:
+            raise EagleMRV2Error(
+                f"{type(self._model).__name__} changes the logits of its head, which a trimmed one does not allow; "
+                "leave draft_vocab out, or disable two_stage_argmax, so that it gets rows of the whole vocabulary."
+            )
+        self._draft_logits = None
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of the whole head."""
+        if self.offsets is not None:
+            return len(self.offsets)
+        assert self._draft_logits is not None
+        rows: int = self._draft_logits.processor.org_vocab_size
+        return rows
+
+    def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        model = self._model
+        logits: torch.Tensor
+        if self._scatters:
+            logits = model.logits_processor(model.lm_head, hidden_states)
+        else:
+            logits = model.compute_logits(hidden_states)
+        return logits

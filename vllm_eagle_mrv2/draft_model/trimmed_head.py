@@ -1,0 +1,146 @@
+"""Draft vocabulary trimming: of a draft's head only the rows of frequent tokens (FR-Spec, arXiv 2502.14856)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from vllm_eagle_mrv2.config.vocab_ranking import KeptTokens
+from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+
+
+class TrimmedHead:
+    """Puts a head of C kept rows in the place of a draft's whole head.
+
+    EAGLE-1 and MTP drafts mostly use the target's own ``lm_head``, which must stay as it is.  But each draft has a
+    ``LogitsProcessor`` of its own, which is given the head and multiplies with it; here it multiplies with the kept
+    rows.  Its result is a row over the whole vocabulary all the same, with -inf for what is left out, so that whoever
+    reads draft logits is right without knowing, the rejection sampler above all: such a token has probability zero.
+
+    Only for us, in `DraftLogits`, it is the logits of the kept tokens alone.
+
+    Args:
+        draft_logits: of the draft.
+        tokens: what to keep.
+        device: where the draft is.
+    """
+
+    def __init__(self, draft_logits: DraftLogits, tokens: KeptTokens, device: torch.device) -> None:
+        self._draft_logits = draft_logits
+        self._tokens = tokens
+        self._device = device
+        processor = draft_logits.processor
+        self.vocab_size: int = processor.org_vocab_size
+        tokens.check(self.vocab_size)
+        self._whole: Any = None
+        self._kept: Any = None
+        self._stock_forward = processor.forward
+        processor.forward = self._forward
+        self._stock_top_tokens = processor.get_top_tokens  # for vLLM's use_local_argmax_reduction
+        processor.get_top_tokens = self._top_tokens
+
+    @classmethod
+    def of(cls, model: Any, draft_logits: DraftLogits | None, tokens: KeptTokens, device: torch.device) -> TrimmedHead:
+        """That of a loaded draft.
+
+        Raises:
+            EagleMRV2Error: the draft has no ``LogitsProcessor`` of its own.
+        """
+        if draft_logits is None:
+            raise EagleMRV2Error(
+                f"draft_vocab needs a draft with one LogitsProcessor of its own, which {type(model).__name__} lacks; "
+                "leave it out."
+            )
+        return cls(draft_logits, tokens, device)
+
+    @property
+    def size(self) -> int:
+        """C, the number of kept tokens."""
+        return len(self._tokens.ids)
+
+    @functools.cached_property
+    def target_ids(self) -> torch.Tensor:
+        """[C] int64, the kept tokens in ascending order."""
+        return torch.tensor(self._tokens.ids, dtype=torch.int64, device=self._device)
+
+    @functools.cached_property
+    def offsets(self) -> torch.Tensor:
+        """[C] int64, how far it is from each kept row to its token."""
+        return self.target_ids - torch.arange(self.size, device=self._device)
+
+    @torch.inference_mode()
+    def renew(self) -> None:
+        """Copy the rows again, into the same memory, which graphs read."""
+        if self._kept is not None:
+            _copy_rows(self._whole, self._kept, self.target_ids)
+
+    def _forward(
+        self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the draft's ``LogitsProcessor`` does: stock's own work, with the kept rows for ``lm_head``."""
+        kept = self._kept_rows(lm_head, embedding_bias)
+        logits: torch.Tensor = self._stock_forward(kept, hidden_states)[..., : self.size]
+        if self._draft_logits.short:
+            return logits
+        row = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
+        return row.index_copy_(-1, self.target_ids, logits)
+
+    def _top_tokens(
+        self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        columns: torch.Tensor = self._stock_top_tokens(self._kept_rows(lm_head, embedding_bias), hidden_states)
+        return self.target_ids[columns]
+
+    def _kept_rows(self, lm_head: Any, embedding_bias: torch.Tensor | None) -> Any:
+        if lm_head is not self._whole:
+            # The profile run comes first.  What is made while weights are loaded goes with them when vLLM sleeps; and
+            # what is made in a graph is made again by each replay.
+            assert not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+            if self._whole is not None:
+                raise EagleMRV2Error("the draft has several heads; leave draft_vocab out.")
+            self._kept = _trimmed(lm_head, self.target_ids)
+            self._whole = lm_head
+        if embedding_bias is not None:
+            raise EagleMRV2Error("the draft's head has a bias; leave draft_vocab out.")
+        return self._kept
+
+
+def _trimmed(lm_head: Any, tokens: torch.Tensor) -> Any:
+    """A ``ParallelLMHead`` of the rows of ``tokens`` [C] int64, shared out anew among the tensor-parallel ranks.
+
+    Frequent tokens have low ids in most vocabularies, so in the shards of the whole head the first rank would have
+    most of the work.
+
+    Raises:
+        EagleMRV2Error: the head is quantized.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    method = getattr(lm_head, "quant_method", None)
+    if not isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
+        raise EagleMRV2Error(
+            "draft_vocab takes rows out of the draft's head, and this one is quantized "
+            f"({type(method).__name__}); leave draft_vocab out."
+        )
+    weight = lm_head.weight
+    with weight.device:
+        kept = ParallelLMHead(len(tokens), weight.shape[1], params_dtype=weight.dtype, prefix="draft_vocab")
+    _copy_rows(lm_head, kept, tokens)
+    return kept
+
+
+def _copy_rows(lm_head: Any, kept: Any, tokens: torch.Tensor) -> None:
+    from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+
+    shard = lm_head.shard_indices
+    ours = (tokens >= shard.org_vocab_start_index) & (tokens < shard.org_vocab_end_index)
+    rows = lm_head.weight[torch.where(ours, tokens - shard.org_vocab_start_index, 0)]
+    rows = torch.where(ours[:, None], rows, 0)
+    if lm_head.tp_size > 1:
+        rows = tensor_model_parallel_all_reduce(rows)  # each row is one rank's, zero on the others
+    kept.weight_loader(kept.weight, rows)
+    kept.quant_method.process_weights_after_loading(kept)

@@ -1,0 +1,1 @@
+"""The draft loop and its CUDA graphs."""

@@ -1,0 +1,1 @@
+"""What of vLLM's is replaced, and by what."""

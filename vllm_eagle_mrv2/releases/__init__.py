@@ -1,0 +1,96 @@
+"""The supported releases of vLLM, and which of them is installed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import pluggy
+from packaging.version import InvalidVersion, Version
+
+from vllm_eagle_mrv2.config.method import METHOD
+from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.releases import v0_20, v0_22, v0_23, v0_26, v0_28, v0_29, v0_32
+from vllm_eagle_mrv2.releases.spec import PROJECT, Release, ReleaseSpec
+from vllm_eagle_mrv2.releases.surface import Symbol, check_installed
+
+ENTRY_POINTS = "vllm_eagle_mrv2.releases"
+
+
+def all_releases() -> list[Release]:
+    """Every known adapter: those of other packages first, then ours from the newest to the oldest."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(ReleaseSpec)
+    for module in (v0_20, v0_22, v0_23, v0_26, v0_28, v0_29, v0_32):
+        manager.register(module)
+    manager.load_setuptools_entrypoints(ENTRY_POINTS)
+    adapters: list[Release] = manager.hook.eagle_mrv2_release()
+    return adapters
+
+
+def all_required_symbols() -> Iterable[Symbol]:
+    """Every symbol of vLLM's that some adapter relies on, each once."""
+    return dict.fromkeys(symbol for adapter in all_releases() for symbol in adapter.symbols)
+
+
+def supported() -> str:
+    """The releases that this package supports, for a person."""
+    *some, last = sorted((series for adapter in all_releases() for series in adapter.series), key=Version)
+    return f"{', '.join(f'{series}.x' for series in some)} and {last}.x" if some else f"{last}.x"
+
+
+def stock_version(release: str) -> Version:
+    """The release that a version is a build of: 0.32.0+cpu and 0.32.0.post1 have the surface of 0.32.0.
+
+    What is no version becomes 0, which no adapter covers.
+    """
+    try:
+        return Version(Version(release).base_version)
+    except InvalidVersion:
+        return Version("0")
+
+
+def release_for(release: str) -> Release:
+    """The adapter of a vLLM release.
+
+    Raises:
+        EagleMRV2Error: no adapter covers the release.
+    """
+    version = stock_version(release)
+    for adapter in all_releases():
+        if adapter.covers(version):
+            return adapter
+    raise EagleMRV2Error(
+        f"vllm-eagle-mrv2 does not support vLLM {release}: supported are {supported()}; "
+        f"install one of these, or use the stock method instead of {METHOD}."
+    )
+
+
+def installed_version() -> Version:
+    """The installed vLLM, as `stock_version` has it."""
+    import vllm
+
+    return stock_version(vllm.__version__)
+
+
+@functools.cache
+def installed_release() -> Release:
+    """The adapter of the installed vLLM, its needed symbols checked.
+
+    Raises:
+        EagleMRV2Error: no adapter covers the release, or a symbol that the adapter needs is missing or has changed.
+    """
+    import vllm
+
+    adapter = release_for(vllm.__version__)
+    needed = adapter.symbols_of(installed_version())
+    drift = [finding for finding in check_installed(needed) if finding.status != "found"]
+    if drift:
+        first = drift[0]
+        more = f" (and {len(drift) - 1} more)" if len(drift) > 1 else ""
+        raise EagleMRV2Error(
+            f"vLLM {vllm.__version__} is not the stock release that adapter {adapter.name} knows: "
+            f"{first.symbol.module}:{first.symbol.name} is {first.status}, {first.detail}{more}; "
+            f"reinstall the stock wheel, or use the stock method instead of {METHOD}."
+        )
+    return adapter

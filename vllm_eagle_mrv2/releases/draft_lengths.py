@@ -1,0 +1,105 @@
+"""Dynamic numbers of draft tokens on the releases whose scheduler varies them and whose speculator does not.
+
+From 0.25 on ``num_speculative_tokens_per_batch_size`` decides how many drafts of a request are verified; vLLM's own
+speculator follows from 0.32 on (#51510) and drafts all K before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.options import Options
+
+_DRAFTED = "eagle_mrv2_drafted"
+
+
+def lengths_by_batch_size(speculative_config: Any, max_num_reqs: int) -> list[int] | None:
+    """The number of draft tokens by number of requests, as the scheduler looks it up; None where it is constant."""
+    schedule = getattr(speculative_config, "num_speculative_tokens_per_batch_size", None)
+    if not schedule:
+        return None
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    lengths: list[int] = build_dynamic_sd_schedule_lookup(
+        schedule,
+        vllm_max_batch_size=max_num_reqs,
+        vllm_num_speculative_tokens=speculative_config.num_speculative_tokens,
+    )
+    return lengths
+
+
+@contextlib.contextmanager
+def hidden_schedule(speculative_config: Any) -> Iterator[None]:
+    """Keep the schedule from a graph manager of one token a request.
+
+    Below 0.32 a manager takes its query length for the target's, K + 1, and derives the others of the schedule from
+    it: from 1 it gets 0, a division by zero, or less.
+    """
+    schedule = getattr(speculative_config, "num_speculative_tokens_per_batch_size", None)
+    if not schedule:
+        yield
+        return
+    speculative_config.num_speculative_tokens_per_batch_size = None
+    try:
+        yield
+    finally:
+        speculative_config.num_speculative_tokens_per_batch_size = schedule
+
+
+def mark_drafted(input_batch: Any, num_draft_tokens: int) -> None:
+    """Note on a batch how many tokens were drafted for each of its requests."""
+    setattr(input_batch, _DRAFTED, num_draft_tokens)
+
+
+def report_drafted_only() -> None:
+    """Have the runner tell the scheduler of the drafted columns only, where a batch is marked.
+
+    Without asynchronous scheduling the scheduler takes as many drafts as it is told of.  Columns that an earlier batch
+    left would be verified against logits that they were not sampled from, and sampled output would be biased.
+    """
+    from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+
+    original = DraftTokensHandler.set_draft_tokens
+    if getattr(original, _DRAFTED, False):
+        return
+
+    @functools.wraps(original)
+    def set_draft_tokens(self: Any, input_batch: Any, draft_tokens: torch.Tensor) -> None:
+        original(self, input_batch, draft_tokens[:, : getattr(input_batch, _DRAFTED, None)])
+
+    setattr(set_draft_tokens, _DRAFTED, True)
+    DraftTokensHandler.set_draft_tokens = set_draft_tokens
+
+
+class FollowsSchedule:
+    """Mixed into the adapters whose release leaves the number of draft tokens to us."""
+
+    options: Options
+    speculative_config: Any
+    dp_size: int
+    max_num_reqs: int
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        self._draft_lengths: list[int] | None = None
+        # Ranks that draft different numbers would wait for each other in the draft's collectives.
+        if self.dp_size == 1 and self.options.enabled(Behaviour.DYNAMIC_DRAFT_LENGTH):
+            self._draft_lengths = lengths_by_batch_size(self.speculative_config, self.max_num_reqs)
+        if self._draft_lengths is not None:
+            report_drafted_only()
+
+    def _propose(self, input_batch: Any, *batch: Any, num_draft_tokens: int | None = None, **how: Any) -> torch.Tensor:
+        if self._draft_lengths is not None and not how.get("dummy_run"):
+            # The scheduler takes the same entry of the same table for the next step.
+            num_draft_tokens = self._draft_lengths[input_batch.num_reqs]
+            mark_drafted(input_batch, num_draft_tokens)
+        drafts: torch.Tensor = super()._propose(  # type: ignore[misc]
+            input_batch, *batch, num_draft_tokens=num_draft_tokens, **how
+        )
+        return drafts

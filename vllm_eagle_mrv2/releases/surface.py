@@ -1,0 +1,254 @@
+"""The coupling surface: which private symbols of vLLM an adapter leans on, and whether a release has them.
+
+An adapter states its needs as ``Symbol``s. The same list is checked against the installed vLLM at start-up and, in CI,
+against the recorded surface of every supported release (``tools/record_surface.py`` writes those).
+
+A described symbol, recorded or installed, is a JSON object:
+
+* ``kind``: ``function``, ``class``, ``property`` or ``attribute``;
+* ``parameters``: names in order, without ``self`` (``*args`` and ``**kwargs`` keep their stars); a class has its
+  constructor's;
+* ``defaults``: those parameters that may be left out;
+* ``bases``: a class's direct bases as dotted paths;
+* ``fields``: a class's annotated fields, inherited ones first.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import CodeType, ModuleType
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+Entry = Mapping[str, Any]
+Status = Literal["found", "missing", "changed"]
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One name that an adapter needs.
+
+    ``name`` is dotted inside the module: ``gumbel_sample``, ``BlockTables.slot_mappings``.
+    ``parameters`` must all exist, in this order; others may stand between them, of a function only such as have a
+    default. None asks for existence only.
+    ``releases`` is a version specifier, where only some of an adapter's releases need the symbol in this form.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+    why: str = ""
+    releases: str = ""
+
+    def needed_on(self, version: Version) -> bool:
+        """Whether a release is among those that need it."""
+        return version in SpecifierSet(self.releases)
+
+    @property
+    def key(self) -> str:
+        """How a recorded surface files it: ``module:name``."""
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found for one symbol; ``detail`` says in one line what differs and is empty for ``found``."""
+
+    symbol: Symbol
+    status: Status
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "found"
+
+    def __str__(self) -> str:
+        line = f"{self.status} {self.symbol.key}"
+        if self.detail:
+            line += f": {self.detail}"
+        return line + f" (needed: {self.symbol.why})" if self.symbol.why and not self.ok else line
+
+
+def check_installed(symbols: Iterable[Symbol]) -> list[Finding]:
+    """Compare each symbol with the importable modules of this environment; imports them. Raises nothing: it reports."""
+    findings = []
+    for symbol in symbols:
+        try:
+            entry = describe_installed(symbol)
+        except LookupError as error:
+            findings.append(Finding(symbol, "missing", str(error.args[0])))
+        else:
+            findings.append(_compare(symbol, entry))
+    return findings
+
+
+def check_recorded(symbols: Iterable[Symbol], surface: Mapping[str, Any]) -> list[Finding]:
+    """Compare each symbol with a recorded surface (the JSON object that ``tools/record_surface.py`` writes)."""
+    release = f"vLLM {surface.get('vllm_version', '?')}"
+    findings = []
+    for symbol in symbols:
+        entry = surface["symbols"].get(symbol.key)
+        if entry is not None:
+            findings.append(_compare(symbol, entry))
+        elif symbol.key in surface.get("missing", ()):
+            findings.append(Finding(symbol, "missing", f"{release} has no such symbol"))
+        else:
+            findings.append(
+                Finding(symbol, "missing", f"the record of {release} does not know it: record that release again")
+            )
+    return findings
+
+
+def describe_installed(symbol: Symbol) -> Entry:
+    """Describe a symbol of this environment. Raises LookupError, with the reason, where it is not there."""
+    owner: Any = _import(symbol.module)
+    *path, last = symbol.name.split(".")
+    for part in path:
+        owner = _member(owner, part, symbol.module)
+    if isinstance(owner, type) and not hasattr(owner, last):
+        if _declares(owner, last):
+            return {"kind": "attribute"}
+        raise LookupError(f"{owner.__qualname__} has no attribute {last}")
+    return _describe(owner, last, _member(owner, last, symbol.module))
+
+
+def class_path(cls: type) -> str:
+    """The dotted path of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _import(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # importing a GPU library may fail in any way at all; the reason is the finding
+        reason = str(error).strip().splitlines()
+        raise LookupError(f"cannot import {module}: {type(error).__name__}: {reason[0] if reason else ''}") from error
+
+
+def _member(owner: Any, name: str, module: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise LookupError(f"{getattr(owner, '__qualname__', module)} has no attribute {name}") from None
+
+
+def _describe(owner: Any, name: str, member: Any) -> Entry:
+    if isinstance(member, type):
+        return _describe_class(member)
+    if isinstance(member, (property, functools.cached_property)):
+        return {"kind": "property"}
+    function = _unwrap_kernel(member)
+    if not callable(function):
+        return {"kind": "attribute"}
+    # A plain function reached through its class still has self in its signature.
+    skip = int(isinstance(owner, type) and inspect.isfunction(inspect.getattr_static(owner, name)))
+    return {"kind": "function", **_signature(function, skip)}
+
+
+def _describe_class(cls: type) -> Entry:
+    entry = {
+        "kind": "class",
+        "bases": [class_path(base) for base in cls.__bases__ if base is not object],
+    }
+    return {**entry, **_signature(cls, 0), "fields": _annotated_fields(cls)}
+
+
+def _signature(function: Any, skip: int) -> Entry:
+    try:
+        found = list(inspect.signature(function).parameters.values())[skip:]
+    except (ValueError, TypeError):
+        return {}
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return {
+        "parameters": [stars.get(p.kind, "") + p.name for p in found],
+        "defaults": [p.name for p in found if p.default is not p.empty],
+    }
+
+
+def _unwrap_kernel(member: Any) -> Any:
+    """Triton wraps a kernel, once or several times, in objects that keep the Python function as ``fn``."""
+    while not inspect.isroutine(member) and callable(getattr(member, "fn", None)):
+        member = member.fn
+    return member
+
+
+def _annotated_fields(cls: type) -> list[str]:
+    """Annotated names over the bases, the oldest first, class variables left out."""
+    names: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        for name, annotation in inspect.get_annotations(base).items():
+            if "ClassVar" not in str(annotation):
+                names[name] = None
+    return list(names)
+
+
+def _declares(cls: type, name: str) -> bool:
+    """Whether instances have a name that the class object has not: a bare annotation, or an assignment to ``self``."""
+    return name in _annotated_fields(cls) or any(
+        _assigns(code, name) for base in cls.__mro__ for member in vars(base).values() for code in _codes(member)
+    )
+
+
+def _assigns(code: CodeType, name: str) -> bool:
+    """Whether bytecode assigns to ``self.name``; to parse the sources took half a second of a start."""
+    if name not in code.co_names:
+        return False
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    return any(
+        step.opname == "STORE_ATTR" and step.argval == name and _last_loaded(before) == "self"
+        for before, step in pairwise(steps)
+    )
+
+
+def _last_loaded(step: dis.Instruction) -> object:
+    """The variable that an instruction loads; Python 3.13 may load two, a value and then what it is stored in."""
+    return step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+
+
+def _codes(member: object) -> Iterator[CodeType]:
+    """The bytecode of a class's member, and of the functions made in it."""
+    functions = [member]
+    if isinstance(member, property):
+        functions = [member.fget, member.fset]
+    elif isinstance(member, functools.cached_property):
+        functions = [member.func]
+    pending = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]  # type: ignore[arg-type]
+    while pending:
+        code = pending.pop()
+        if isinstance(code, CodeType):
+            yield code
+            pending.extend(code.co_consts)
+
+
+def _compare(symbol: Symbol, entry: Entry) -> Finding:
+    if symbol.parameters is None:
+        return Finding(symbol, "found")
+    if "parameters" not in entry:
+        return Finding(symbol, "changed", f"it is {_article(str(entry['kind']))} without readable parameters")
+    actual: Sequence[str] = entry["parameters"]
+    gone = [name for name in symbol.parameters if name not in actual]
+    shown = f"it takes ({', '.join(actual)})"
+    if gone:
+        return Finding(symbol, "changed", f"no parameter {', '.join(gone)}; {shown}")
+    if not _in_order(symbol.parameters, iter(actual)):
+        return Finding(symbol, "changed", f"parameters in another order than ({', '.join(symbol.parameters)}); {shown}")
+    unknown = [name for name in actual if name not in (*symbol.parameters, *entry["defaults"]) and name[0] != "*"]
+    if unknown and entry["kind"] == "function":
+        return Finding(symbol, "changed", f"it needs {', '.join(unknown)}, which the adapter does not give; {shown}")
+    return Finding(symbol, "found")
+
+
+def _in_order(wanted: Sequence[str], actual: Iterator[str]) -> bool:
+    return all(name in actual for name in wanted)  # each `in` consumes the iterator up to its match
+
+
+def _article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"

@@ -1,0 +1,241 @@
+"""What the draft of an engine really does, known once its metadata builders and graph managers are made.
+
+The start-up line says it, and a warning names each slower path with its cause and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from vllm_eagle_mrv2 import __version__
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.method import METHOD, Settings
+
+if TYPE_CHECKING:
+    from vllm_eagle_mrv2.releases.common import StockAdapter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What there is to say of a draft."""
+
+    vllm: str
+    adapter: str
+    settings: Settings
+    num_draft_tokens: int  # K
+    draft_logits: str | None  # dtype and size of those that are stored
+    draft_vocab: str | None  # how much of the vocabulary a trimmed head has
+    ours: frozenset[Behaviour]
+    """Behaviours that this release's own speculator lacks and that are switched on, whether they run or not."""
+
+    # vLLM's graph modes
+    asked_mode: Any
+    target_mode: Any
+    prefill_mode: Any
+    decode_mode: Any
+
+    decode_graphs: bool  # there are graphs of draft decodes
+    fused: bool  # one graph holds them all
+    one_graph: bool  # there are graphs of whole draft phases
+    slots_ahead: bool  # each step leaves the next one's slots
+
+    backends: str  # of the draft's attention
+    needs_no_builder: bool  # draft decodes run without metadata of theirs
+    builders_refresh: bool  # they can bring their metadata up to date on the device
+    host_builds: bool  # but have the host build it before a replay
+    kv_cache_groups: int
+    context_parallel: int
+    data_parallel: int
+
+    draft_argmax: bool  # greedy drafts come from the rows of the draft's own head
+    local_argmax: bool  # and from each rank's shard of them
+    filters: bool  # requests' top-k and top-p are honoured
+    products: bool  # some products are ours
+    products_cached: bool  # vLLM's cache of compiled models can tell ours from others
+    quantized: tuple[str, ...]  # layers whose products are vLLM's: how it multiplies, one name a layer
+    attention: bool  # draft decodes attend by ours
+    skips_unused: bool  # nothing is drafted where no request can use it
+    asks_dynamic: bool  # for a K that follows the batch size
+    dynamic: bool
+
+    @classmethod
+    def of(cls, draft: StockAdapter) -> Facts:
+        """Those of a speculator whose graphs can be captured."""
+        import vllm
+
+        from vllm_eagle_mrv2.releases import installed_version
+
+        release, logits, trimmed, tables = installed_version(), draft.draft_logits, draft._trimmed, draft.block_tables
+        decode_graphs = draft.num_speculative_steps > 1 and any(draft.decode_cudagraph_manager._capture_descs.values())
+        draft_argmax = logits is None and draft._head is not None
+        return cls(
+            vllm=vllm.__version__,
+            adapter=draft.release.name,
+            settings=draft.settings,
+            num_draft_tokens=draft.num_speculative_steps,
+            draft_logits=None if logits is None else _size(logits),
+            draft_vocab=None if trimmed is None else f"{trimmed.size} of {trimmed.vocab_size}",
+            ours=frozenset(
+                b for b in Behaviour if draft.release.supplier(b, release) == METHOD and draft.options.enabled(b)
+            ),
+            asked_mode=draft._asked_mode or draft._target_mode,
+            target_mode=draft._target_mode,
+            prefill_mode=draft.prefill_cudagraph_manager.cudagraph_mode,
+            decode_mode=draft.decode_cudagraph_manager.cudagraph_mode,
+            decode_graphs=decode_graphs,
+            fused=decode_graphs and draft.refreshes_in_graph,
+            one_graph=bool(draft._find_phase_graphs()),
+            slots_ahead=draft.slot_table is not None,
+            backends=", ".join(sorted({group.backend.get_name() for group in chain.from_iterable(draft.attn_groups)})),
+            needs_no_builder=draft.needs_no_builder,
+            builders_refresh=draft.builders_refresh,
+            host_builds=getattr(draft, "_rebuild_before_replay", False),
+            kv_cache_groups=tables.num_kv_cache_groups,
+            context_parallel=tables.cp_size,
+            data_parallel=draft.dp_size,
+            draft_argmax=draft_argmax,
+            local_argmax=draft_argmax and draft._draft_logits is not None and draft._draft_logits.local,
+            filters=draft.filters_drafts,
+            products=draft._products.layers > 0 or draft._products.head,
+            products_cached=draft.options is draft.settings.options,
+            quantized=draft._products.quantized,
+            attention=draft._attends_by_ours,
+            skips_unused=draft._skips_unused,
+            asks_dynamic=bool(getattr(draft.speculative_config, "num_speculative_tokens_per_batch_size", None)),
+            dynamic=getattr(draft, "_draft_lengths", None) is not None,
+        )
+
+    @property
+    def active(self) -> list[Behaviour]:
+        """Behaviours beyond the release's own that run."""
+        stores, decodes = self.draft_logits is not None, self.num_draft_tokens > 1
+        graphs = bool(self.prefill_mode) or self.decode_graphs
+        runs = {
+            Behaviour.DRAFT_LOGITS_IN_REPLAY: stores and graphs,
+            Behaviour.DECODE_METADATA_REBUILD: decodes,
+            Behaviour.FULL_DECODE_ONLY: self.decode_graphs,
+            Behaviour.TARGET_METADATA_REUSE: True,
+            Behaviour.ACTUAL_MAX_SEQ_LEN: decodes and not self.needs_no_builder,
+            Behaviour.SHARED_GRAPH_POOL: graphs and bool(self.target_mode),
+            Behaviour.PADDING_WITHOUT_LOGITS: stores and graphs,
+            Behaviour.SINGLE_TOKEN_CAPTURE_SIZES: self.decode_graphs,
+            Behaviour.LENGTHS_WITHOUT_SYNC: decodes and not self.needs_no_builder,
+            Behaviour.INDEPENDENT_DRAFT_NOISE: stores,
+            Behaviour.DYNAMIC_DRAFT_LENGTH: self.dynamic,
+            Behaviour.DRAFT_ENFORCE_EAGER: self.settings.enforce_eager,
+            Behaviour.FUSED_DRAFT_DECODE: self.fused,
+            Behaviour.SKIP_UNUSED_DRAFTS: self.skips_unused,
+            Behaviour.TWO_STAGE_ARGMAX: self.draft_argmax,
+            Behaviour.LOCAL_ARGMAX: self.local_argmax,
+            Behaviour.ONE_DRAFT_GRAPH: self.one_graph,
+            Behaviour.DRAFT_GRAPHS_BY_SUPPORT: self.decode_graphs and not _has_decodes(self.target_mode),
+            Behaviour.DRAFT_TOP_K_TOP_P: self.filters,
+            Behaviour.ROW_PRODUCTS: self.products,
+            Behaviour.SINGLE_TOKEN_ATTENTION: self.attention and decodes,
+        }
+        return sorted(behaviour for behaviour in self.ours if runs[behaviour])
+
+    def line(self) -> str:
+        """The start-up line."""
+        parts = [
+            f"adapter {self.adapter}",
+            f"family {self.settings.family}",
+            f"K={self.num_draft_tokens}",
+            f"draft prefill graphs {self.prefill_mode.name}",
+            f"draft decode graphs {self.decode_mode.name if self.decode_graphs else 'NONE'}",
+            f"draft logits {self.draft_logits or 'none, greedy'}",
+        ]
+        if self.draft_vocab is not None:
+            parts.append(f"draft vocabulary {self.draft_vocab}")
+        parts.append(f"active beyond this release: {', '.join(self.active) or 'nothing'}")
+        if self.settings.options.disable:
+            parts.append(f"disabled: {', '.join(sorted(self.settings.options.disable))}")
+        return f"{METHOD} {__version__} drafts on vLLM {self.vllm}: {', '.join(parts)}"
+
+    def warnings(self) -> Iterator[str]:
+        """A sentence for each slower path that ``disable`` does not ask for, with its cause and the remedy."""
+        enabled = self.settings.options.enabled
+        if self.asked_mode and self.settings.enforce_eager and enabled(Behaviour.DRAFT_ENFORCE_EAGER):
+            yield (
+                f"{METHOD} drafts without CUDA graphs, as enforce_eager of the speculative configuration says; "
+                "leave it out to draft faster."
+            )
+        elif self.asked_mode and self.num_draft_tokens > 1:
+            yield from self._about_decode_graphs()
+        if self.asks_dynamic and not self.dynamic and Behaviour.DYNAMIC_DRAFT_LENGTH in self.ours:
+            yield (
+                f"{METHOD} drafts {self.num_draft_tokens} tokens whatever the batch size, as data-parallel ranks that "
+                "draft different numbers would wait for each other; leave num_speculative_tokens_per_batch_size out."
+            )
+        if self.quantized and enabled(Behaviour.ROW_PRODUCTS):
+            yield (
+                f"{METHOD} leaves {len(self.quantized)} layers of the draft to vLLM's kernels, as their weights are "
+                f"quantized ({', '.join(sorted(set(self.quantized)))}); row_products takes a head that is not."
+            )
+        if not self.products_cached:
+            yield (
+                f"{METHOD} leaves the draft's products to vLLM, whose cache of compiled models could not tell them "
+                "apart by this additional_config; give a dictionary for it."
+            )
+
+    def _about_decode_graphs(self) -> Iterator[str]:
+        enabled = self.settings.options.enabled
+        if not self.decode_graphs:
+            if enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT):
+                yield f"{METHOD} runs draft decodes without CUDA graphs, as {self._why_no_graphs()}."
+        elif not self.fused:
+            if enabled(Behaviour.FUSED_DRAFT_DECODE):
+                yield f"{METHOD} replays a graph for each draft decode, not one for all, as {self._why_by_steps()}."
+        elif self.host_builds:
+            yield (
+                f"{METHOD} has the host build metadata before each replay of the draft decodes, as the attention "
+                f"backend {self.backends} needs it on this vLLM; {_OTHER_BACKEND}."
+            )
+        if self.decode_graphs and self.fused and not self.slots_ahead:
+            yield f"{METHOD} maps slots anew at each draft decode, as {self._why_no_slots()}."
+
+    def _why_no_graphs(self) -> str:
+        if self.decode_mode:
+            return "none of cudagraph_capture_sizes fits max_num_seqs; add sizes from 1 on"
+        if not _has_decodes(self.asked_mode):
+            return f"cudagraph_mode={self.asked_mode.name} has none for decodes; FULL_AND_PIECEWISE has"
+        if self.data_parallel > 1:
+            return (
+                "under data parallelism they have the target's, which has none with the attention backend "
+                f"{self.backends}; {_OTHER_BACKEND}"
+            )
+        return f"the attention backend {self.backends} supports none; {_OTHER_BACKEND}"
+
+    def _why_by_steps(self) -> str:
+        if self.needs_no_builder or self.builders_refresh:
+            return (
+                "a graph holds one number of steps on this vLLM, and num_speculative_tokens_per_batch_size varies it; "
+                "leave that out, or use vLLM 0.28 or later"
+            )
+        if self.context_parallel > 1:
+            return "the host builds their metadata under decode context parallelism; use tensor parallelism alone"
+        return f"the attention backend {self.backends} has the host build their metadata; {_OTHER_BACKEND}"
+
+    def _why_no_slots(self) -> str:
+        if self.context_parallel > 1:
+            return "ranks share the KV cache out under decode context parallelism; use tensor parallelism alone"
+        return (
+            f"the KV cache has {self.kv_cache_groups} groups; "
+            "--disable-hybrid-kv-cache-manager makes them one, which takes more memory"
+        )
+
+
+_OTHER_BACKEND = "choose another attention backend, such as FLASH_ATTN"
+
+
+def _has_decodes(mode: Any) -> bool:
+    """Whether a graph mode has FULL graphs of decodes."""
+    return bool(mode.decode_mode().name == "FULL")
+
+
+def _size(logits: Any) -> str:
+    size = logits.numel() * logits.element_size() / 2**20
+    return f"{str(logits.dtype).removeprefix('torch.')}, {size:.1f} MiB"
