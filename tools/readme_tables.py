@@ -25,7 +25,7 @@ from vllm_eagle_mrv2.releases import all_releases, release_for, supported
 from vllm_eagle_mrv2.releases.fixes import FIXES
 
 ROOT = Path(__file__).resolve().parents[1]
-README, FIXES_PAGE = ROOT / "README.md", ROOT / "docs" / "fixes.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 CELLS = {"stock": "·", "eagle_mrv2": "●", "-": "-", "not applicable": "-", "not possible": "✗"}
 _MARKER = "<!-- {}: {} -->"
@@ -36,6 +36,20 @@ HEADLINES = (
     "8b eagle3, K=5, batch 1",
 )
 """Cases that are shown for every release, with their spread."""
+GAINS = (
+    "1b eagle, K=3, batch 1",
+    "1b eagle, K=7, batch 1",
+    "1b eagle, K=7, batch 32",
+    "8b eagle3, K=5, batch 1",
+    "8b eagle3, K=3, batch 32",
+)
+"""The few cases that the README shows."""
+PACKAGES = {
+    "0.1.0": ("0.26", "0.32"),
+    "0.2.0": tuple(f"0.{minor}" for minor in (20, *range(22, 34))),
+}
+"""Minor releases of vLLM that each version of this package supports."""
+PLACES = ("H200", "H100", "CPU engine")
 
 
 class Strict(BaseModel):
@@ -163,6 +177,45 @@ def supported_section() -> str:
     return f"For stock vLLM {supported()}."
 
 
+def compatibility_section() -> str:
+    """Which version of the package supports a release, and where the tests ran on it."""
+    columns = releases()
+    results = read_results()
+    rows = [
+        [f"vllm-eagle-mrv2 {package}", *("●" if _minor(release) in minors else "-" for release in columns)]
+        for package, minors in PACKAGES.items()
+    ]
+    for place in PLACES:
+        rows.append([f"tests passed on: {place}", *(_verdict(results.get(release, []), place) for release in columns)])
+    heads = [_minor(release).partition(".")[2] for release in columns]
+    legend = (
+        "● yes, - no or not run. Each minor release was tested by one patch release, on the day that the "
+        "benchmarks page names; CPU engines have no CUDA graphs."
+    )
+    return _table(["vLLM 0.", *heads], rows, ":-:") + f"\n\n{legend}"
+
+
+def _verdict(runs: list[Result], place: str) -> str:
+    tests = [run.tests for run in runs if run.where == place and run.tests is not None]
+    failed = sum(one.failed for one in tests)
+    return f"{failed} failed" if failed else "●" if tests else "-"
+
+
+def gains_section() -> str:
+    """What a person gains on the releases that most of these cases were timed on."""
+    rows: dict[str, dict[str, Iteration]] = {case: {} for case in GAINS}
+    for release, runs in _by_release():
+        cases = {f"{one.case}, batch {one.batch}": one for one in _timed(runs) if not one.without}
+        if len(cases.keys() & rows.keys()) > 2:
+            for case in cases.keys() & rows.keys():
+                rows[case][release] = cases[case]
+    legend = (
+        "Time of an engine iteration with the stock speculator of the same release / with `eagle_mrv2`, median and "
+        "quartiles; above 1, `eagle_mrv2` is faster; - not measured yet."
+    )
+    return _crossed("H200, steady decode", rows, Version) + f"\n\n{legend}"
+
+
 def behaviours_section() -> str:
     """Who supplies each behaviour on each release."""
     columns = releases()
@@ -221,7 +274,7 @@ def results_section() -> str:
             if runs
             else [release, "not run", *[""] * 4]
         )
-    heads = ["vLLM", "ran on", "date", "tests passed", "tokens equal", "acceptance, ours / stock"]
+    heads = ["vLLM", "ran on", "date", "tests passed", "tokens equal", "accepted length, eagle_mrv2 / stock"]
     legend = (
         "Tokens equal: greedy; on the CPU (float32) to the run without speculation, on a GPU (bfloat16) to stock's. "
         "Acceptance: mean accepted length at K=3."
@@ -252,7 +305,8 @@ def speed_section() -> str:
                 rows.setdefault(f"{one.case}, batch {one.batch}", {})[release] = one
     shown = {case: row for case, row in rows.items() if case in HEADLINES or any(one.setting for one in row.values())}
     legend = (
-        "Time of stock / time of ours per engine iteration, with quartiles over the rounds; above 1, ours is faster."
+        "Time of an engine iteration with stock / with `eagle_mrv2`, and quartiles over the rounds; above 1, "
+        "`eagle_mrv2` is faster."
     )
     return _crossed("case", shown, Version) + f"\n\n{legend}"
 
@@ -270,7 +324,7 @@ def batches_section() -> str:
         for case, batch in of_release:
             ratios = [f"{cases[case, batch].ratio:.2f}" if (case, batch) in cases else "-" for cases in timed.values()]
             rows.setdefault(case, {})[f"batch {batch}"] = ", ".join(ratios)
-    return _crossed(f"stock / ours on {', '.join(timed)}", rows, _number)
+    return _crossed(f"stock / eagle_mrv2 on {', '.join(timed)}", rows, _number)
 
 
 def alone_section() -> str:
@@ -281,7 +335,7 @@ def alone_section() -> str:
             if one.without:
                 names = ", ".join(f"`{name}`" for name in one.without)
                 rows.setdefault(f"{names}: {one.case}, {release}", {})[f"batch {one.batch}"] = one
-    return _crossed("ours without / ours with", rows, _number)
+    return _crossed("without / with the behaviour", rows, _number)
 
 
 def _by_release() -> list[tuple[str, list[Result]]]:
@@ -312,7 +366,7 @@ def metadata_section() -> str:
         if run.draft_metadata
     ]
     heads = ["vLLM, H200", "builds for draft prefill", "builds for draft decodes", "longest sequence"]
-    return _table([heads[0], *(f"{head}, stock → ours" for head in heads[1:])], rows, "---")
+    return _table([heads[0], *(f"{head}, stock → eagle_mrv2" for head in heads[1:])], rows, "---")
 
 
 def _sides(metadata: Mapping[Any, DraftMetadata], field: str) -> str:
@@ -328,14 +382,23 @@ def _table(heads: list[str], rows: list[list[str]], rule: str) -> str:
 Sections = Mapping[str, Callable[[], str]]
 SECTIONS: Sections = {
     "supported": supported_section,
-    "behaviours": behaviours_section,
-    "results": results_section,
-    "speed": speed_section,
-    "batches": batches_section,
-    "alone": alone_section,
-    "metadata": metadata_section,
+    "gains": gains_section,
+    "compatibility": compatibility_section,
 }
-PAGES: Mapping[Path, Sections] = {README: SECTIONS, FIXES_PAGE: {"fixes": fixes_section}}
+"""Those of the README."""
+PAGES: Mapping[Path, Sections] = {
+    README: SECTIONS,
+    DOCS / "behaviours.md": {"behaviours": behaviours_section},
+    DOCS / "benchmarks.md": {
+        "results": results_section,
+        "speed": speed_section,
+        "batches": batches_section,
+        "alone": alone_section,
+        "metadata": metadata_section,
+    },
+    DOCS / "fixes.md": {"fixes": fixes_section},
+    DOCS / "patches.md": {"patches": patches_section},
+}
 
 
 # The pages

@@ -55,17 +55,27 @@ def result(**changed: Any) -> str:
     )
 
 
-def test_readme_is_up_to_date(tables: ModuleType) -> None:
-    assert tables.rewrite(README)[1] == [], "run python tools/readme_tables.py"
+def test_pages_are_up_to_date(tables: ModuleType) -> None:
+    for page, sections in tables.PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        assert tables.rewrite(text, sections)[1] == [], f"{page.name}: run python tools/readme_tables.py"
+
+
+def test_the_readme_is_read_in_ten_minutes() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def test_every_supported_minor_release_is_of_the_newest_package(tables: ModuleType) -> None:
+    assert set(list(tables.PACKAGES.values())[-1]) == {tables._minor(release) for release in tables.releases()}
 
 
 def test_a_stale_readme_is_found_and_rewritten(tables: ModuleType, tmp_path: Path, capsys: Any) -> None:
     copy = tmp_path / "README.md"
-    row = next(line for line in README.splitlines() if line.startswith("| `full_decode_only`"))
+    row = next(line for line in README.splitlines() if line.startswith("| 1b eagle, K=7, batch 32"))
     copy.write_text(tables.rewrite(README)[0].replace(row + "\n", ""), encoding="utf-8")
     arguments = ["--readme", str(copy)]
     assert tables.main([*arguments, "--check"]) == 1
-    assert "stale: behaviours:" in capsys.readouterr().out
+    assert "stale: gains:" in capsys.readouterr().out
     assert row not in copy.read_text(encoding="utf-8")
     assert tables.main(arguments) == 0
     assert tables.main([*arguments, "--check"]) == 0
@@ -74,7 +84,7 @@ def test_a_stale_readme_is_found_and_rewritten(tables: ModuleType, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("<!-- generated: results -->", ""), ("<!-- end: results -->", ""), ("generated: results", "generated: resluts")],
+    [("<!-- generated: gains -->", ""), ("<!-- end: gains -->", ""), ("generated: gains", "generated: giants")],
 )
 def test_a_readme_without_a_place_for_a_section(
     old: str, new: str, tables: ModuleType, tmp_path: Path, capsys: Any
@@ -82,7 +92,7 @@ def test_a_readme_without_a_place_for_a_section(
     copy = tmp_path / "README.md"
     copy.write_text(README.replace(old, new), encoding="utf-8")
     assert tables.main(["--readme", str(copy)]) == 1
-    assert "results" in capsys.readouterr().err
+    assert "gains" in capsys.readouterr().err
 
 
 def test_behaviours_by_release(tables: ModuleType) -> None:
@@ -137,12 +147,38 @@ def test_what_was_timed(tables: ModuleType, results: Path) -> None:
         "| 1b eagle, K=7, batch 32 | 1.62 | - | 1.10 |",
     ]
     assert tables.batches_section().splitlines() == [
-        "| stock / ours on 0.20.2, 0.26.0 | batch 1 | batch 8 | batch 32 |",
+        "| stock / eagle_mrv2 on 0.20.2, 0.26.0 | batch 1 | batch 8 | batch 32 |",
         "| --- | --- | --- | --- |",
         "| 1b eagle, K=7 | 1.31, 1.20 | 1.38, - | 1.62, 1.10 |",
         "| 1b eagle, K=3 | - | -, 1.04 | - |",
     ]
     assert tables.alone_section().splitlines()[2:] == ["| `two_stage_argmax`: 1b eagle, K=7, 0.26.0 | 1.03 |"]
+
+
+def test_gains_are_those_of_releases_with_most_cases(tables: ModuleType, results: Path) -> None:
+    one = {"shape": "1b", "method": "eagle", "k": 3, "batch": 1, "stock": [2.0], "eagle_mrv2": [1.6], "ratio": 1.25}
+    rows = [{**one, "quartiles": [1.2, 1.3]}, {**one, "k": 7}, {**one, "k": 7, "batch": 32}]
+    (results / "a.json").write_text(result(iteration_ms=rows))
+    (results / "b.json").write_text(result(vllm="0.22.1", iteration_ms=rows[:1]))
+    head, _, *lines = tables.gains_section().splitlines()
+    assert head == "| H200, steady decode | 0.26.0 |"
+    assert lines[0] == "| 1b eagle, K=3, batch 1 | 1.25 (1.20 to 1.30) |"
+    assert lines[3] == "| 8b eagle3, K=5, batch 1 | - |"
+
+
+def test_where_tests_ran(tables: ModuleType, results: Path) -> None:
+    (results / "h200.json").write_text(result())
+    (results / "cpu.json").write_text(result(where="CPU engine", tests={"passed": 3, "failed": 0, "skipped": 0}))
+    (head,) = (line for line in tables.compatibility_section().splitlines() if line.startswith("| vLLM 0."))
+    column = [cell.strip() for cell in head.split("|")].index("26")
+    cells = {}
+    for line in tables.compatibility_section().splitlines()[2:-2]:
+        parts = [cell.strip() for cell in line.split("|")]
+        cells[parts[1]] = parts[column]
+    assert cells["vllm-eagle-mrv2 0.1.0"] == "●"
+    assert cells["tests passed on: H200"] == "1 failed"
+    assert cells["tests passed on: CPU engine"] == "●"
+    assert cells["tests passed on: H100"] == "-"
 
 
 def test_what_the_drafts_metadata_costs(tables: ModuleType, results: Path) -> None:
