@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types and tests, in the environment of ci/env.sh:  bash ci/test.sh [pytest arguments]
+# Style, types, documentation and tests, in the environment of ci/env.sh:  bash ci/test.sh [pytest arguments]
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source ci/env.sh
@@ -9,5 +9,10 @@ echo "[test] ruff and mypy"
 "$PYTHON" -m ruff check --quiet "${sources[@]}"
 "$PYTHON" -m ruff format --check --quiet "${sources[@]}"
 "$PYTHON" -m mypy --no-error-summary
+echo "[test] mkdocs and yamllint"
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+"$PYTHON" -m mkdocs build --strict --quiet --site-dir "$site"
+git ls-files -z "*.yml" "*.yaml" | xargs -0 "$PYTHON" -m yamllint --strict
 echo "[test] pytest on the $EAGLE_MRV2_STACK stack"
-exec "$PYTHON" -m pytest "$@"
+"$PYTHON" -m pytest "$@"

@@ -66,18 +66,10 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
 def call_every_kernel() -> None:
     """One launch of each variant, on small inputs."""
     for offset in (0, 1):
-        for pad in (True, False):
-            for batch in (target_batch([4, 4]), target_batch([4, 4], dummy_run=True)):
-                queue = BatchQueue(torch.device(DEVICE), filters=True)
-                queue.put(batch)
-                prepare_prefill_inputs(
-                    poisoned(8, 64),
-                    queue,
-                    3,
-                    sample_offset=offset,
-                    pad_last_token_indices=pad,
-                    pad_idx_mapping=pad,
-                )
+        for batch in (target_batch([4, 4]), target_batch([4, 4], dummy_run=True)):
+            queue = BatchQueue(torch.device(DEVICE), filters=True)
+            queue.put(batch)
+            prepare_prefill_inputs(poisoned(8, 64), queue, 3, sample_offset=offset)
     mapping = torch.tensor([5, -1, 2], dtype=torch.int32, device=DEVICE)
     states = torch.full((8,), 0.5, device=DEVICE)
     for dtype in (torch.bfloat16, torch.float32):

@@ -11,7 +11,6 @@ from packaging.version import Version
 from support import Acceptance, engine, greedy, held_out_prompts, runner_of, speculator_of
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases import installed_release, installed_version
 
 K = 3
@@ -125,19 +124,6 @@ def test_acceptance_is_that_of_a_constant_number(plain: list[list[int]]) -> None
             assert greedy(llm, PROMPTS, TOKENS) == plain
             lengths[name] = acceptance.length
     assert lengths["dynamic"] == pytest.approx(lengths["constant"], abs=0.05)
-
-
-def test_all_are_drafted_with_the_behaviour_off(plain: list[list[int]]) -> None:
-    off = {"disable": [Behaviour.DYNAMIC_DRAFT_LENGTH.value]}
-    if SUPPLIER == "stock":
-        with pytest.raises(EagleMRV2Error, match="cannot be disabled"), engine("eagle_mrv2", options=off):
-            pass
-        return
-    with engine("eagle_mrv2", k=K, speculative=schedule(K, 1), options=off) as llm:
-        with recorded_drafts(llm) as drafts:
-            assert greedy(llm, PROMPTS, TOKENS) == plain
-        assert {(drafted, passes) for _, drafted, passes in drafts} == {(K, K)}
-        assert max(num_reqs for num_reqs, _, _ in drafts) == MANY
 
 
 @pytest.mark.skipif(installed_version() >= Version("0.32"), reason="vLLM's own from 0.32 on")

@@ -40,6 +40,7 @@ KEYS = {
     "plugin",
     "symbols",
     "behaviours",
+    "patches",
     "families",
     "unsupported",
     "family",
@@ -137,6 +138,18 @@ def test_a_healthy_vllm(install: Install) -> None:
     assert suppliers["actual_max_seq_len"] == "eagle_mrv2"
     assert suppliers["dynamic_draft_length"] == "-"
     assert report["families"] == ["eagle", "eagle3", "mtp"]
+
+
+def test_what_is_replaced(install: Install) -> None:
+    """What the release needs, and only where it is asked for in the report for a person."""
+    install()
+    targets = {one["target"] for one in run_json()["patches"]}
+    assert "vllm.v1.worker.gpu.spec_decode:init_speculator" in targets
+    assert not any("MambaHybridModelState" in target for target in targets), "of 0.22 alone"
+    lines = [line.strip() for line in run("--patches")[1].splitlines()]
+    assert "replaced in a worker that drafts with eagle_mrv2:" in lines
+    assert targets <= set(lines)
+    assert not targets & {line.strip() for line in run()[1].splitlines()}
 
 
 def test_the_report_for_a_person(install: Install) -> None:

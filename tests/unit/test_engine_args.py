@@ -18,7 +18,7 @@ from packaging.version import Version
 from safetensors.torch import save_file
 
 from vllm_eagle_mrv2 import plugin, releases
-from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
 from vllm_eagle_mrv2.config.method import MARKER, Settings, settings_of
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
@@ -408,9 +408,7 @@ OLD, NEW = (v0_20.RELEASE, "0.20.2"), (v0_32.RELEASE, "0.32.0")
 @pytest.mark.parametrize(
     ("release", "behaviour", "whose"),
     [
-        (OLD, Behaviour.DYNAMIC_DRAFT_LENGTH, "about a setting unknown"),
-        (NEW, Behaviour.DYNAMIC_DRAFT_LENGTH, "vLLM's own"),
-        (NEW, Behaviour.INDEPENDENT_DRAFT_NOISE, "vLLM's own"),
+        (NEW, Behaviour.FUSED_DRAFT_DECODE, "vLLM's own"),
     ],
 )
 def test_a_behaviour_that_cannot_be_disabled(
@@ -433,7 +431,7 @@ def test_behaviours_that_can_be_disabled(
 ) -> None:
     on_release(*release, monkeypatch)
     adapter, version = release
-    ours = {behaviour for behaviour in Behaviour if adapter.supplier(behaviour, Version(version)) == "eagle_mrv2"}
+    ours = {behaviour for behaviour in SWITCHES if adapter.supplier(behaviour, Version(version)) == "eagle_mrv2"}
     disable = sorted(behaviour.value for behaviour in ours | ALWAYS_OURS)
     settings = settings_in(ask(models, additional_config={"eagle_mrv2": {"disable": disable}}).create_engine_config())
     assert settings is not None

@@ -12,7 +12,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_model import linear  # noqa: F401  (defines the ops)
 from vllm_eagle_mrv2.draft_model.last_row import row_read
@@ -206,14 +205,13 @@ def test_the_batch_size_decides_how_many_are_drafted(num_reqs: int, drafted: int
     # What the runner of these releases stores is as wide as K, whatever was drafted.
     assert drafts.shape == (num_reqs, K)
     # What it tells the scheduler of is not.
-    assert getattr(batch, draft_lengths._DRAFTED) == drafted
+    assert getattr(batch, draft_tokens._DRAFTED) == drafted
 
 
 @pytest.mark.parametrize(
     ("what", "how"),
     [
         ("no schedule", {}),
-        ("disabled", {"schedule": SCHEDULE, "options": Options(disable={Behaviour.DYNAMIC_DRAFT_LENGTH})}),
         ("several ranks", {"schedule": SCHEDULE, "dp_size": 2}),
     ],
 )
@@ -222,7 +220,7 @@ def test_all_are_drafted(what: str, how: dict[str, Any]) -> None:
     batch = input_batch(6)
     propose(adapter, batch)
     assert adapter.loop.batches[0].num_draft_tokens == K
-    assert not hasattr(batch, draft_lengths._DRAFTED)
+    assert not hasattr(batch, draft_tokens._DRAFTED)
 
 
 def test_a_dummy_run_drafts_all() -> None:

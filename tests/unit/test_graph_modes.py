@@ -149,16 +149,15 @@ def test_layers_of_ours_have_graphs_without_builders(changed: dict[str, Any], ne
 
 
 @pytest.mark.parametrize(
-    ("target", "disable", "expected"),
+    ("target", "expected"),
     [
-        (BOTH, set(), {"the target's"}),
-        (BOTH, {Behaviour.SHARED_GRAPH_POOL}, {"its own"}),
-        (PIECEWISE, set(), {"the target's"}),
-        (NONE, set(), {"its own"}),  # the target has no graphs that would keep the pool
+        (BOTH, {"the target's"}),
+        (PIECEWISE, {"the target's"}),
+        (NONE, {"its own"}),  # the target has no graphs that would keep the pool
     ],
 )
-def test_whose_memory_the_graphs_take(target: Any, disable: set[Behaviour], expected: set[str]) -> None:
-    adapter = Release(BOTH, disable, enforce_eager=False, dp_size=1)
+def test_whose_memory_the_graphs_take(target: Any, expected: set[str]) -> None:
+    adapter = Release(BOTH, set(), enforce_eager=False, dp_size=1)
     adapter.set_attn(SINGLE_TOKEN)
     adapter.init_cudagraph_manager(target)
     assert adapter.decode_cudagraph_manager.mode is DECODE_ONLY

@@ -225,30 +225,6 @@ def test_dummy_prefill_leaves_request_states_alone() -> None:
     assert (buffers.seeds == SENTINEL).all()
 
 
-def test_prefill_inputs_without_padded_last_token_indices() -> None:
-    """What the disabled behaviour leaves out, and nothing more."""
-    batch = target_batch([3, 2], rejected=[1, 0])
-    actual, expected = poisoned(8, 16), poisoned(8, 16)
-    fill(actual, batch, 8, pad_last_token_indices=False)
-    prepare_prefill_inputs_reference(expected, batch)
-    expected.last_token_indices[2:] = SENTINEL
-
-    assert_same(actual, expected)
-
-
-@pytest.mark.parametrize("dummy_run", [False, True])
-def test_prefill_inputs_without_padded_idx_mapping(dummy_run: bool) -> None:
-    """As above; a dummy batch is kept away from request states all the same."""
-    batch = target_batch([3, 2], rejected=[1, 0], dummy_run=dummy_run)
-    actual, expected = poisoned(8, 16), poisoned(8, 16)
-    fill(actual, batch, 8, pad_idx_mapping=False)
-    prepare_prefill_inputs_reference(expected, batch)
-    if not dummy_run:
-        expected.idx_mapping[2:] = SENTINEL
-
-    assert_same(actual, expected)
-
-
 def drafted(num_rows: int, form: str) -> torch.Tensor:
     """Draft tokens of rows, in a form of `how_drafted`."""
     generator = torch.Generator().manual_seed(1)

@@ -16,6 +16,7 @@ from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, T
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.drafting.capture import CapturedAttentionState
+from vllm_eagle_mrv2.drafting.defects import loop_class
 from vllm_eagle_mrv2.drafting.loop import DraftConfig, DraftLoop, GraphRun
 from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, PATHS, DraftCounter, read_counts
 
@@ -166,7 +167,8 @@ class ToyAdapter:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     lengths_at_builds: list[list[int]] = field(default_factory=list)
     positions_at_builds: list[list[int]] = field(default_factory=list)
-    sampled: list[tuple[int, bool]] = field(default_factory=list)  # draft_step, keep_logits
+    draft_logits: torch.Tensor | None = field(default_factory=lambda: torch.zeros(1))
+    sampled: list[tuple[int, bool]] = field(default_factory=list)  # draft_step, whether its logits are kept
     prefills: int = 0  # requests of the prefill under way
     prefilled: list[int] = field(default_factory=list)  # these, in each forward pass
     inputs: list[tuple[Any, Any]] = field(default_factory=list)  # metadata and slots of each forward pass
@@ -174,6 +176,9 @@ class ToyAdapter:
     combined: list[str] = field(default_factory=list)
     in_replay: bool = False
     loop: DraftLoop = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kept = self.draft_logits
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
@@ -237,11 +242,9 @@ class ToyAdapter:
         for_head, for_next_step = toy_model(tokens, positions, buffers.hidden_states[:num_tokens])
         return for_head, for_head if self.one_state else for_next_step
 
-    def sample(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
-    ) -> torch.Tensor:
+    def sample(self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
         assert hidden_states.shape[0] == positions.shape[0] == idx_mapping.shape[0]
-        self.sampled.append((int(self.loop.buffers.draft_step[0]), keep_logits))
+        self.sampled.append((int(self.loop.buffers.draft_step[0]), self.draft_logits is self._kept))
         return toy_sampler(hidden_states[:, 0].long(), positions)
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
@@ -295,8 +298,8 @@ def loop_on(
     adapter: ToyAdapter, num_draft_tokens: int = 4, *, disable: Behaviour | None = None, sample_offset: int = 0
 ) -> DraftLoop:
     options = Options(disable=frozenset() if disable is None else frozenset({disable}))
-    config = DraftConfig(num_draft_tokens, MAX_LEN, sample_offset, options, filters=False)
-    adapter.loop = DraftLoop(adapter, config, make_buffers(num_draft_tokens))
+    config = DraftConfig(num_draft_tokens, MAX_LEN, sample_offset, filters=False)
+    adapter.loop = loop_class(options)(adapter, config, make_buffers(num_draft_tokens))
     return adapter.loop
 
 
@@ -621,6 +624,7 @@ def test_logits_are_kept_at_every_step(disable: Behaviour | None, full_graphs: b
     loop_on(adapter, 4, disable=disable).propose(batch_of(ROWS, 4))
     kept = disable is None
     assert adapter.sampled == [(0, True), (1, kept), (2, kept), (3, kept)]
+    assert adapter.draft_logits is adapter._kept
 
 
 @pytest.mark.parametrize("disable", [None, Behaviour.TARGET_METADATA_REUSE], ids=["on", "off"])
@@ -640,12 +644,11 @@ def test_last_token_indices_of_padded_rows(disable: Behaviour | None) -> None:
     assert loop.buffers.last_token_indices[len(ROWS) :].tolist() == [0 if disable is None else 40] * 2
 
 
-@pytest.mark.parametrize("disable", [None, Behaviour.PADDING_WITHOUT_LOGITS], ids=["on", "off"])
-def test_request_states_of_padded_rows(disable: Behaviour | None) -> None:
-    loop = loop_on(ToyAdapter(), disable=disable)
+def test_request_states_of_padded_rows() -> None:
+    loop = loop_on(ToyAdapter())
     loop.buffers.idx_mapping.fill_(5)
     loop.propose(batch_of(ROWS, 4))
-    assert loop.buffers.idx_mapping[len(ROWS) :].tolist() == [-1 if disable is None else 5] * 2
+    assert loop.buffers.idx_mapping[len(ROWS) :].tolist() == [-1] * 2
 
 
 @pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_eagle_mrv2.config.behaviours import BEYOND_STOCK, Behaviour
+from vllm_eagle_mrv2.config.behaviours import BEYOND_STOCK, SWITCHES, Behaviour
 from vllm_eagle_mrv2.config.options import DraftVocab, Options, parse_options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
@@ -23,7 +23,7 @@ def test_everything_is_on_by_default(additional_config: object) -> None:
     assert options.draft_vocab is None
 
 
-@pytest.mark.parametrize("behaviour", Behaviour)
+@pytest.mark.parametrize("behaviour", sorted(SWITCHES))
 def test_one_behaviour_can_be_switched_off(behaviour: Behaviour) -> None:
     options = parse_options({"eagle_mrv2": {"disable": [behaviour.value]}})
     assert [each for each in Behaviour if not options.enabled(each)] == [behaviour]
@@ -44,6 +44,7 @@ def test_a_draft_vocabulary() -> None:
         ({"disabled": []}, "unknown option 'disabled'"),
         ({"disable": ["full_decode"]}, "'full_decode'"),
         ({"disable": "full_decode_only"}, "'full_decode_only'"),
+        ({"disable": ["shared_graph_pool"]}, "disable: shared_graph_pool cannot be switched off (given:"),
         ({"draft_logits_dtype": "float16"}, "'float16'"),
         ({"draft_vocab": {"ranking": "r.json"}}, "draft_vocab.size: Field required"),
         ({"draft_vocab": {"size": 8}}, "draft_vocab.ranking: Field required"),
@@ -59,7 +60,7 @@ def test_what_is_not_known_is_refused_with_what_is(given: dict[str, Any], cause:
     message = str(refused.value)
     assert cause in message
     assert "\n" not in message
-    for known in (*(behaviour.value for behaviour in Behaviour), *Options.model_fields):
+    for known in (*(behaviour.value for behaviour in SWITCHES), *Options.model_fields):
         assert known in message
 
 

@@ -75,7 +75,7 @@ def test_nan_never_wins(mapping: list[int], fp64: bool) -> None:
 def test_what_is_drawn(fp64: bool) -> None:
     """Many draws against the probabilities: chi-square with 5 degrees of freedom."""
     rows, probabilities = (
-        (20_000 if DEVICE == "cuda" else 1_000),
+        (20_000 if DEVICE == "cuda" else 250),
         torch.tensor([0.45, 0.3, 0.15, 0.06, 0.02, 0.02], dtype=torch.float64),
     )
     sampled = sample_with_logits(
@@ -162,10 +162,8 @@ def test_the_noise_without_salt_is_that_of_the_installed_release(fp64: bool) -> 
     assert best_tokens(ours).tolist() == stock.tolist()
 
 
-@pytest.mark.parametrize("disable", [[], ["independent_draft_noise"]])
-def test_the_behaviour_salts(disable: list[str]) -> None:
-    """The mixin of the adapters below 0.29: with the behaviour off, drafts share the target's random numbers."""
-    from vllm_eagle_mrv2.config.options import parse_options
+def test_drafts_share_no_random_number_with_the_target() -> None:
+    """The mixin of the adapters below 0.29."""
     from vllm_eagle_mrv2.draft_model.sampling import OwnSampling
 
     class Head:
@@ -174,7 +172,6 @@ def test_the_behaviour_salts(disable: list[str]) -> None:
             return hidden_states
 
     adapter = OwnSampling()
-    adapter.options = parse_options({"eagle_mrv2": {"disable": disable}})
     adapter.model, adapter.use_fp64_gumbel = Head(), False
     adapter.draft_logits = torch.zeros(MAX_REQS, STEPS, 4000, device=DEVICE)
     adapter.temperature, adapter.seeds = temperature().to(DEVICE), torch.arange(MAX_REQS, device=DEVICE)
@@ -182,6 +179,6 @@ def test_the_behaviour_salts(disable: list[str]) -> None:
     states = [1, 3, 5, 7, 1, 3, 5, 7]
     logits = torch.zeros(8, 4000, device=DEVICE)
     mapping = torch.tensor(states, dtype=torch.int32, device=DEVICE)
-    sampled = best_tokens(adapter.sample(logits, torch.arange(8, device=DEVICE) + 16, mapping, keep_logits=True))
+    sampled = best_tokens(adapter.sample(logits, torch.arange(8, device=DEVICE) + 16, mapping))
     with_target = draw(logits, states, salted=False)[0]  # at the position after the last known token
-    assert (sampled.tolist() == with_target.tolist()) is bool(disable)
+    assert int((sampled == with_target).sum()) == 0

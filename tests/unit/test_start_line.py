@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
 from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.config.options import Options
 
@@ -102,7 +102,7 @@ BUILT = {Behaviour.ACTUAL_MAX_SEQ_LEN, Behaviour.LENGTHS_WITHOUT_SYNC}
         ),
         ({"target_mode": PIECEWISE}, ALWAYS | IN_GRAPHS | KERNELS | {Behaviour.DRAFT_GRAPHS_BY_SUPPORT}),
         ({"asks_dynamic": True, "dynamic": True}, ALWAYS | IN_GRAPHS | KERNELS | {Behaviour.DYNAMIC_DRAFT_LENGTH}),
-        ({"disable": IN_GRAPHS}, ALWAYS | KERNELS),
+        ({"disable": IN_GRAPHS & SWITCHES}, ALWAYS | KERNELS | IN_GRAPHS - SWITCHES),
         (
             {"num_draft_tokens": 1, "decode_graphs": False, "fused": False},
             {Behaviour.TARGET_METADATA_REUSE, Behaviour.SHARED_GRAPH_POOL, Behaviour.ONE_DRAFT_GRAPH}

@@ -1,4 +1,4 @@
-"""The named behaviours of the drafter, each of which can be switched off for a measurement."""
+"""The named behaviours of the drafter, most of which can be switched off for a measurement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Behaviour(str, Enum):
-    """One drafting behaviour; the value is the name that ``disable`` takes."""
+    """One drafting behaviour."""
 
     DRAFT_LOGITS_IN_REPLAY = "draft_logits_in_replay"
     DECODE_METADATA_REBUILD = "decode_metadata_rebuild"
@@ -38,6 +38,17 @@ class Behaviour(str, Enum):
         """One line of what it does and the upstream changes that it follows."""
         return _SUMMARIES[self]
 
+
+SWITCHES = frozenset(Behaviour) - {
+    Behaviour.SHARED_GRAPH_POOL,
+    Behaviour.PADDING_WITHOUT_LOGITS,
+    Behaviour.SINGLE_TOKEN_CAPTURE_SIZES,
+    Behaviour.LENGTHS_WITHOUT_SYNC,
+    Behaviour.INDEPENDENT_DRAFT_NOISE,
+    Behaviour.DYNAMIC_DRAFT_LENGTH,
+    Behaviour.DRAFT_ENFORCE_EAGER,
+}
+"""Behaviours that ``disable`` takes; without the others a defect of vLLM's would be back."""
 
 BEYOND_STOCK = frozenset(
     {

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 OPTIONS_KEY = "eagle_mrv2"
@@ -35,6 +35,13 @@ class Options(BaseModel):
         default="float32", description="dtype of the stored draft logits: float32, or that of the draft's head"
     )
     draft_vocab: DraftVocab | None = Field(default=None, description="keep the head's rows for frequent tokens only")
+
+    @field_validator("disable")
+    @classmethod
+    def _only_switches(cls, disable: frozenset[Behaviour]) -> frozenset[Behaviour]:
+        for behaviour in sorted(disable - SWITCHES):
+            raise ValueError(f"{behaviour} cannot be switched off")
+        return disable
 
     def enabled(self, behaviour: Behaviour) -> bool:
         """Whether a behaviour is on."""
@@ -72,11 +79,11 @@ def _first_problem(invalid: ValidationError) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"unknown option '{where}'"
-    return f"{where}: {error['msg']} (given: {error['input']!r})"
+    return f"{where}: {error['msg'].removeprefix('Value error, ')} (given: {error['input']!r})"
 
 
 def _known() -> str:
-    behaviours = ", ".join(behaviour.value for behaviour in Behaviour)
+    behaviours = ", ".join(behaviour.value for behaviour in Behaviour if behaviour in SWITCHES)
     return (
         f"disable (a list of: {behaviours}), draft_logits_dtype (float32 or head) "
         'and draft_vocab ({"size": NUMBER, "ranking": PATH})'

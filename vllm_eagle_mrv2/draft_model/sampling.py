@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
 
 
@@ -22,7 +20,6 @@ class OwnSampling:
     logits_after_temperature: ClassVar[bool] = True
     """What the release's rejection sampler expects to be stored."""
 
-    options: Options
     model: Any
     draft_logits: torch.Tensor | None
     temperature: torch.Tensor
@@ -30,12 +27,10 @@ class OwnSampling:
     current_draft_step: torch.Tensor
     use_fp64_gumbel: bool
 
-    def sample(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
-    ) -> torch.Tensor:
+    def sample(self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
         """Draft tokens [n] int64 from hidden states [n, H]; ``positions`` [n] are those of the last known tokens."""
         if self.draft_logits is None:
-            greedy: torch.Tensor = super().sample(hidden_states, positions, idx_mapping, keep_logits)  # type: ignore[misc]
+            greedy: torch.Tensor = super().sample(hidden_states, positions, idx_mapping)  # type: ignore[misc]
             return greedy
         return sample_with_logits(
             self.model.compute_logits(hidden_states),
@@ -44,8 +39,8 @@ class OwnSampling:
             self.seeds,
             positions,
             self.current_draft_step,
-            self.draft_logits if keep_logits else None,
-            salted=self.options.enabled(Behaviour.INDEPENDENT_DRAFT_NOISE),
+            self.draft_logits,
+            salted=True,
             after_temperature=self.logits_after_temperature,
             fp64=self.use_fp64_gumbel,
         )

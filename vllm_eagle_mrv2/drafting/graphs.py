@@ -107,18 +107,16 @@ class DraftGraphs:
             self.decode_cudagraph_manager = manager(
                 self.vllm_config, self.device, draft_decode_mode, decode_query_len=1
             )
-        shares_pool = cudagraph_mode and enabled(Behaviour.SHARED_GRAPH_POOL)
-        if (cudagraph_mode or draft_decode_mode) and not shares_pool:
-            # As stock had it below 0.23: one pool for the draft's graphs, which never run at the same time.  So too
-            # where the target has none: alone in the pool of the process, they would take it with them when the engine
-            # ends, and the next engine could capture nothing (0.22 to 0.24).
+        if draft_decode_mode and not cudagraph_mode:
+            # The target has none: alone in the pool of the process, the draft's graphs would take it with them when
+            # the engine ends, and the next engine could capture nothing (0.22 to 0.24).
             pool = torch.cuda.graph_pool_handle()
             self.prefill_cudagraph_manager.pool = self.decode_cudagraph_manager.pool = pool
 
     @property
     def _eager(self) -> bool:
         """Whether the draft alone is to run without graphs."""
-        return bool(self.settings.enforce_eager) and self.options.enabled(Behaviour.DRAFT_ENFORCE_EAGER)
+        return bool(self.settings.enforce_eager)
 
     @property
     def _decodes_by_support(self) -> bool:

@@ -14,8 +14,6 @@ import torch
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.batch.queue import BatchQueue
-from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.drafting.attn_metadata import draft_max_seq_len
 from vllm_eagle_mrv2.drafting.capture import CapturedAttentionState
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
@@ -38,6 +36,9 @@ class GraphRun:
 
 class ReleaseAdapter(Protocol):
     """What the loop needs of a vLLM release."""
+
+    draft_logits: torch.Tensor | None
+    """[R, K, V]: where probabilistic drafting stores logits; None drafts greedily."""
 
     draft_max_seq_len: int
     """Longest sequence for attention metadata built from now on."""
@@ -95,12 +96,10 @@ class ReleaseAdapter(Protocol):
             hidden states for the head and hidden states for the next step, both [num_tokens, H]; often the same.
         """
 
-    def sample(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
-    ) -> torch.Tensor:
+    def sample(self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
         """Draft from hidden states [n, H] for step ``draft_step``.
 
-        Probabilistic drafting also stores the logits in the row of each request, unless ``keep_logits`` is off.
+        Probabilistic drafting also stores the logits in ``draft_logits``, in the row of each request.
 
         Returns:
             tokens for n rows, in a form of `how_drafted`, of which the next kernel takes the best.
@@ -139,7 +138,6 @@ class DraftConfig:
     num_draft_tokens: int  # K
     max_model_len: int
     sample_offset: int  # what this release's sampler adds to positions, 0 or 1
-    options: Options
     filters: bool  # drafts honour the requests' top-k and top-p
 
 
@@ -156,17 +154,6 @@ class DraftLoop:
         """Counts draft phases by the path that they took."""
         self.warms_up = False
         """Whether passes outside of a graph are but to warm up for its capture."""
-        on = config.options.enabled
-        # Looked up once: the loop runs every iteration.
-        self._keep_decode_logits = on(Behaviour.DRAFT_LOGITS_IN_REPLAY)
-        self._rebuild_each_step = on(Behaviour.DECODE_METADATA_REBUILD)
-        self._inputs: dict[str, Any] = {
-            "sample_offset": config.sample_offset,
-            "pad_last_token_indices": on(Behaviour.FULL_DECODE_ONLY),
-            "pad_idx_mapping": on(Behaviour.PADDING_WITHOUT_LOGITS),
-        }
-        self._reuse_target_metadata = on(Behaviour.TARGET_METADATA_REUSE)
-        self._actual_max_seq_len = on(Behaviour.ACTUAL_MAX_SEQ_LEN)
         self._drafts = [buffers.draft_tokens[:num_reqs] for num_reqs in range(buffers.max_num_reqs + 1)]
 
     def propose(self, batch: DraftBatch) -> torch.Tensor:
@@ -192,20 +179,22 @@ class DraftLoop:
         return self._run_decodes(batch) if batch.num_draft_tokens > 1 else counters.PREFILL_ONLY
 
     def _max_seq_len(self, batch: DraftBatch) -> int:
-        limit = self.config.max_model_len
-        if not self._actual_max_seq_len:
-            return limit
-        return draft_max_seq_len(batch.seq_lens_cpu_upper_bound, batch.num_reqs, batch.num_draft_tokens, limit)
+        return draft_max_seq_len(
+            batch.seq_lens_cpu_upper_bound, batch.num_reqs, batch.num_draft_tokens, self.config.max_model_len
+        )
 
     def _prepare_prefill(self, batch: DraftBatch) -> tuple[GraphRun, int]:
         """Fill the buffers, and choose how the draft prefill runs, over how many tokens."""
         adapter = self.adapter
         self.queue.put(batch)
-        prepare_prefill_inputs(self.buffers, self.queue, batch.num_reqs, **self._inputs)
+        self._fill_inputs(batch.num_reqs)
         num_tokens, num_tokens_padded = adapter.begin_prefill(batch)
         run = adapter.dispatch_prefill(batch, num_tokens, num_tokens_padded)
         self._leave_states(batch, run, num_tokens_padded)
         return run, num_tokens
+
+    def _fill_inputs(self, num_reqs: int) -> None:
+        prepare_prefill_inputs(self.buffers, self.queue, num_reqs, sample_offset=self.config.sample_offset)
 
     def _leave_states(self, batch: DraftBatch, run: GraphRun, num_tokens: int) -> None:
         """The target's states to where the draft prefill looks for them."""
@@ -230,9 +219,7 @@ class DraftLoop:
     def _run_prefill(self, batch: DraftBatch) -> None:
         run, num_tokens = self._prepare_prefill(batch)
         adapter = self.adapter
-        attn_metadata, slot_mappings = batch.attn_metadata, batch.slot_mappings
-        if not (self._reuse_target_metadata or batch.skip_attn):
-            attn_metadata, slot_mappings = adapter.rebuild_prefill_metadata(batch, run)
+        attn_metadata, slot_mappings = self._prefill_metadata(batch, run)
         adapter.before_forward(num_tokens)
         adapter.on_prefill_begin(batch.num_reqs)
         if run.full:
@@ -251,6 +238,10 @@ class DraftLoop:
             )
         adapter.on_prefill_end(batch.num_reqs)
 
+    def _prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
+        """Attention metadata and slot mappings of a draft prefill: the target's, of this very batch (#40410)."""
+        return batch.attn_metadata, batch.slot_mappings
+
     def phase(
         self,
         num_reqs: int,
@@ -265,7 +256,7 @@ class DraftLoop:
     ) -> None:
         """A draft prefill; where asked for its inputs and the target's states before it, all draft decodes after it."""
         if inputs:
-            prepare_prefill_inputs(self.buffers, self.queue, num_reqs, **self._inputs)
+            self._fill_inputs(num_reqs)
         if states is not None:
             self._take_states(states, num_tokens)
         slot_table = None if decodes is None else self._slots_ahead(decodes.attn_metadata)
@@ -309,7 +300,6 @@ class DraftLoop:
             for_head[buffers.last_token_indices[:num_reqs]],
             buffers.sample_positions[:num_reqs],
             buffers.idx_mapping[:num_reqs],
-            keep_logits=True,
         )
         prepare_decode_inputs(
             buffers,
@@ -342,7 +332,7 @@ class DraftLoop:
             return
         attn_metadata, slot_mappings = (None, None)
         if not batch.skip_attn:
-            attn_metadata, slot_mappings = self.adapter.build_decode_metadata(batch, run, step=1)
+            attn_metadata, slot_mappings = self._build_metadata(batch, run, step=1)
         self.decode_all(
             batch.num_reqs,
             run.num_tokens,
@@ -356,8 +346,8 @@ class DraftLoop:
     def _decode_by_steps(self, batch: DraftBatch, run: GraphRun) -> None:
         attn_metadata, slot_mappings = (None, None)
         for step in range(1, batch.num_draft_tokens):
-            if not batch.skip_attn and (step == 1 or self._rebuild_each_step):
-                attn_metadata, slot_mappings = self.adapter.build_decode_metadata(batch, run, step)
+            if not batch.skip_attn:
+                attn_metadata, slot_mappings = self._build_metadata(batch, run, step)
             if run.full:
                 self.adapter.replay_decode(run)
             else:
@@ -392,10 +382,9 @@ class DraftLoop:
         if self.warms_up and not torch.cuda.is_current_stream_capturing():
             steps = steps[:2]  # all others are as the second
         for step in steps:
-            if attn_metadata is not None and (step == 1 or self._rebuild_each_step):
-                if slot_table is None or (step == 1 and not slots_known):
-                    self.adapter.map_decode_slots(num_reqs, num_tokens)
-                attn_metadata = self.adapter.refresh_decode_metadata(num_reqs, num_tokens, attn_metadata)
+            if attn_metadata is not None:
+                known = slot_table is not None and (step > 1 or slots_known)
+                attn_metadata = self._refresh_metadata(num_reqs, num_tokens, attn_metadata, step, known)
             self.decode(
                 num_reqs,
                 num_tokens,
@@ -409,7 +398,19 @@ class DraftLoop:
 
     def _slots_ahead(self, attn_metadata: Any) -> SlotTable | None:
         """Where each draft decode's slots are left by what runs before it; None where they are mapped anew."""
-        return self.adapter.slot_table if attn_metadata is not None and self._rebuild_each_step else None
+        return self.adapter.slot_table if attn_metadata is not None else None
+
+    def _build_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
+        """Attention metadata and slot mappings of a draft decode (#38311, #41162)."""
+        return self.adapter.build_decode_metadata(batch, run, step)
+
+    def _refresh_metadata(
+        self, num_reqs: int, num_tokens: int, attn_metadata: Any, step: int, slots_known: bool
+    ) -> Any:
+        """The same by device work alone, from the metadata of the step before."""
+        if not slots_known:
+            self.adapter.map_decode_slots(num_reqs, num_tokens)
+        return self.adapter.refresh_decode_metadata(num_reqs, num_tokens, attn_metadata)
 
     def decode(
         self,
@@ -435,7 +436,6 @@ class DraftLoop:
             for_head[:num_reqs],
             buffers.sample_positions[:num_reqs],
             buffers.idx_mapping[:num_reqs],
-            keep_logits=self._keep_decode_logits,
         )
         update_after_step(
             buffers, drafted, for_next_step, num_reqs, num_draft_tokens, self.config.max_model_len, slot_table

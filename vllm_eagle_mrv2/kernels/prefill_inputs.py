@@ -48,8 +48,6 @@ def _prefill_inputs_kernel(
     live_reqs_ptr,
     max_num_reqs,
     SAMPLE_OFFSET: tl.constexpr,
-    PAD: tl.constexpr,
-    PAD_MAPPING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -66,12 +64,10 @@ def _prefill_inputs_kernel(
             tl.store(query_start_loc_ptr + padded, end, mask=padded < max_num_reqs + 1)
             inside = padded < max_num_reqs
             tl.store(seq_lens_ptr + padded, 0, mask=inside)
-            if PAD:
-                tl.store(last_token_indices_ptr + padded, 0, mask=inside)
+            tl.store(last_token_indices_ptr + padded, 0, mask=inside)
             tl.store(sample_positions_ptr + padded, 0, mask=inside)
             tl.store(draft_step_ptr + padded, 0, mask=inside)
-            # A batch without any is kept away from request states all the same.
-            tl.store(idx_mapping_ptr + padded, -1, mask=inside & ((num_reqs == 0) | PAD_MAPPING))
+            tl.store(idx_mapping_ptr + padded, -1, mask=inside)
         tl.store(live_reqs_ptr, num_reqs)
         return
 
@@ -111,15 +107,7 @@ def _prefill_inputs_kernel(
         tl.store(top_p_ptr + state, tl.load(_address(slot_ptr, 14, tl.float32) + state))
 
 
-def prepare_prefill_inputs(
-    buffers: DraftBuffers,
-    queue: BatchQueue,
-    num_rows: int,
-    *,
-    sample_offset: int = 0,
-    pad_last_token_indices: bool = True,
-    pad_idx_mapping: bool = True,
-) -> None:
+def prepare_prefill_inputs(buffers: DraftBuffers, queue: BatchQueue, num_rows: int, *, sample_offset: int = 0) -> None:
     """Fill the draft's buffers for the draft prefill of the next batch of a queue, in two launches; graphs may hold it.
 
     A draft sees the same tokens as the target, one place to the left (EAGLE, arXiv 2401.15077): row ``i`` of the
@@ -136,8 +124,6 @@ def prepare_prefill_inputs(
         queue: whose next slot is taken, on the device; an empty one is a batch of no requests.
         num_rows: the most requests that the batch may have.
         sample_offset: what this release's sampler adds to a position to key its random numbers (0 or 1).
-        pad_last_token_indices: off only where ``full_decode_only`` is disabled.
-        pad_idx_mapping: off only where ``padding_without_logits`` is disabled.
     """
     launch(_take_slot_kernel, (1,))(
         queue.slots, queue.taken, queue.seen, queue.slot, len(queue.slots), FIELDS=FIELDS, num_warps=1
@@ -160,8 +146,6 @@ def prepare_prefill_inputs(
         buffers.live_reqs,
         buffers.max_num_reqs,
         SAMPLE_OFFSET=sample_offset,
-        PAD=pad_last_token_indices,
-        PAD_MAPPING=pad_idx_mapping,
         BLOCK=_BLOCK,
     )
 

@@ -24,8 +24,9 @@ from vllm_eagle_mrv2.draft_model.head import DraftHead
 from vllm_eagle_mrv2.draft_model.last_row import only_row
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits
 from vllm_eagle_mrv2.draft_model.trimmed_head import TrimmedHead
+from vllm_eagle_mrv2.drafting.defects import loop_class
 from vllm_eagle_mrv2.drafting.graphs import DraftGraphs
-from vllm_eagle_mrv2.drafting.loop import DraftConfig, DraftLoop, GraphRun, ReleaseAdapter
+from vllm_eagle_mrv2.drafting.loop import DraftConfig, GraphRun, ReleaseAdapter
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
@@ -90,13 +91,12 @@ class StockAdapter(DraftGraphs):
         self._skips_unused = self.dp_size == 1 and self.options.enabled(Behaviour.SKIP_UNUSED_DRAFTS)
         draft_step = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self.current_draft_step = draft_step[0]  # as the release's sampler wants it
-        self.loop = DraftLoop(
+        self.loop = loop_class(self.options)(
             cast(ReleaseAdapter, self),  # a release's subclass completes it
             DraftConfig(
                 num_draft_tokens=self.num_speculative_steps,
                 max_model_len=self.max_model_len,
                 sample_offset=self.sample_offset,
-                options=self.options,
                 filters=self.filters_drafts,
             ),
             DraftBuffers(
@@ -336,9 +336,7 @@ class StockAdapter(DraftGraphs):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._run_model(num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, mode, mm_inputs)
 
-    def sample(
-        self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor, keep_logits: bool
-    ) -> torch.Tensor:
+    def sample(self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
         if self.draft_logits is None and self.greedy_is_argmax and self._head is not None:
             return self._head.keys(hidden_states)
         stock: Any = self
@@ -349,7 +347,7 @@ class StockAdapter(DraftGraphs):
             self.temperature,
             self.seeds,
             self.current_draft_step,
-            self.draft_logits if keep_logits else None,
+            self.draft_logits,
         )
         return sampled
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.patches.draft_tokens import mark_drafted
 
 
@@ -53,7 +51,6 @@ def hidden_schedule(speculative_config: Any) -> Iterator[None]:
 class FollowsSchedule:
     """Mixed into the adapters whose release leaves the number of draft tokens to us."""
 
-    options: Options
     speculative_config: Any
     dp_size: int
     max_num_reqs: int
@@ -62,7 +59,7 @@ class FollowsSchedule:
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self._draft_lengths: list[int] | None = None
         # Ranks that draft different numbers would wait for each other in the draft's collectives.
-        if self.dp_size == 1 and self.options.enabled(Behaviour.DYNAMIC_DRAFT_LENGTH):
+        if self.dp_size == 1:
             self._draft_lengths = lengths_by_batch_size(self.speculative_config, self.max_num_reqs)
 
     def _propose(self, input_batch: Any, *batch: Any, num_draft_tokens: int | None = None, **how: Any) -> torch.Tensor:

@@ -66,7 +66,6 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
                 "draft_logits_dtype=head is not exact below vLLM 0.28, whose rejection sampler reads logits after "
                 "temperature; leave it at float32."
             )
-        self._bound_lengths = self.options.enabled(Behaviour.LENGTHS_WITHOUT_SYNC)
         self._capturing = False
 
     @contextlib.contextmanager
@@ -74,8 +73,7 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
         """Draft decodes run one token a request: capture what was asked for, not multiples of K + 1."""
         compilation = self.vllm_config.compilation_config
         rounded = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size)
-        asked = self._capture_sizes if self.options.enabled(Behaviour.SINGLE_TOKEN_CAPTURE_SIZES) else rounded
-        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = asked
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = self._capture_sizes
         try:
             with hidden_schedule(self.speculative_config):
                 yield
@@ -196,7 +194,7 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
             _decode_query_start_loc(batch.num_reqs, rows),
             1,
             slot_mappings,
-            self._length_bounds(batch, rows, step) if self._bound_lengths else None,
+            self._length_bounds(batch, rows, step),
         )
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:

@@ -34,9 +34,6 @@ ALWAYS_OURS = frozenset(
         Behaviour.FULL_DECODE_ONLY,
         Behaviour.TARGET_METADATA_REUSE,
         Behaviour.ACTUAL_MAX_SEQ_LEN,
-        Behaviour.SHARED_GRAPH_POOL,
-        Behaviour.PADDING_WITHOUT_LOGITS,
-        Behaviour.DRAFT_ENFORCE_EAGER,
     }
 )
 """Behaviours that lie in our own loop and managers on every release, so that they can be switched off on each."""

@@ -158,7 +158,7 @@ class Facts:
     def warnings(self) -> Iterator[str]:
         """A sentence for each slower path that ``disable`` does not ask for, with its cause and the remedy."""
         enabled = self.settings.options.enabled
-        if self.asked_mode and self.settings.enforce_eager and enabled(Behaviour.DRAFT_ENFORCE_EAGER):
+        if self.asked_mode and self.settings.enforce_eager:
             yield (
                 f"{METHOD} drafts without CUDA graphs, as enforce_eager of the speculative configuration says; "
                 "leave it out to draft faster."

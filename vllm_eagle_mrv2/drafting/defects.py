@@ -1,0 +1,95 @@
+"""What vLLM got wrong, for a measurement: the off switches of the five behaviours that the draft loop is made of.
+
+Each is a class before `DraftLoop`, so that the loop itself asks for none of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_eagle_mrv2.batch.buffers import DraftBatch, SlotTable
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.drafting.loop import DraftLoop, GraphRun
+
+
+class _LogitsOfTheFirstStepAlone(DraftLoop):
+    """The logits of draft decodes are stored where nobody reads them (before #37639)."""
+
+    _elsewhere: torch.Tensor | None = None
+
+    def decode(self, *args: Any, **kwargs: Any) -> None:
+        kept = self.adapter.draft_logits
+        if kept is not None and self._elsewhere is None:
+            self._elsewhere = torch.empty_like(kept)
+        self.adapter.draft_logits = self._elsewhere
+        try:
+            super().decode(*args, **kwargs)
+        finally:
+            self.adapter.draft_logits = kept
+
+
+class _MetadataOfTheFirstStep(DraftLoop):
+    """Every draft decode runs with the metadata of the first (before #38311, #41162)."""
+
+    _first: tuple[Any, Any] = (None, None)
+
+    def _build_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
+        if step == 1:
+            self._first = super()._build_metadata(batch, run, step)
+        return self._first
+
+    def _refresh_metadata(
+        self, num_reqs: int, num_tokens: int, attn_metadata: Any, step: int, slots_known: bool
+    ) -> Any:
+        if step > 1:
+            return attn_metadata
+        return super()._refresh_metadata(num_reqs, num_tokens, attn_metadata, step, slots_known)
+
+    def _slots_ahead(self, attn_metadata: Any) -> SlotTable | None:
+        return None
+
+
+class _StaleTokenIndices(DraftLoop):
+    """``last_token_indices`` beyond the live requests stay as the batch before left them (before #39773)."""
+
+    @torch.inference_mode()
+    def _fill_inputs(self, num_reqs: int) -> None:
+        indices, live = self.buffers.last_token_indices, self.buffers.live_reqs
+        before = indices.clone()
+        super()._fill_inputs(num_reqs)
+        rows = torch.arange(len(indices), device=indices.device)
+        indices.copy_(torch.where(rows < live, indices, before))
+
+
+class _PrefillMetadataBuiltAgain(DraftLoop):
+    """The draft's own builders make the metadata of a draft prefill once more (before #40410)."""
+
+    def _prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
+        if batch.skip_attn:
+            return super()._prefill_metadata(batch, run)
+        return self.adapter.rebuild_prefill_metadata(batch, run)
+
+
+class _LongestLengths(DraftLoop):
+    """Attention is prepared for ``max_model_len`` whatever the batch (before #43991)."""
+
+    def _max_seq_len(self, batch: DraftBatch) -> int:
+        return self.config.max_model_len
+
+
+_DEFECTS: dict[Behaviour, type[DraftLoop]] = {
+    Behaviour.DRAFT_LOGITS_IN_REPLAY: _LogitsOfTheFirstStepAlone,
+    Behaviour.DECODE_METADATA_REBUILD: _MetadataOfTheFirstStep,
+    Behaviour.FULL_DECODE_ONLY: _StaleTokenIndices,
+    Behaviour.TARGET_METADATA_REUSE: _PrefillMetadataBuiltAgain,
+    Behaviour.ACTUAL_MAX_SEQ_LEN: _LongestLengths,
+}
+
+
+def loop_class(options: Options) -> type[DraftLoop]:
+    """The draft loop, with the defects of the behaviours that are switched off."""
+    defects = [defect for behaviour, defect in _DEFECTS.items() if not options.enabled(behaviour)]
+    return type("DraftLoop", (*defects, DraftLoop), {}) if defects else DraftLoop
