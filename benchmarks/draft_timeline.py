@@ -223,7 +223,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     import torch
     import vllm
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     found: dict[str, Any] = {"compiled_s": {}}
     record_capture(found)

@@ -16,7 +16,11 @@ say "sdist and wheel"
 "$python" -m venv "$work/builder"
 "$work/builder/bin/pip" install -q --disable-pip-version-check build packaging
 rm -rf dist
-"$work/builder/bin/python" -m build --outdir dist . >"$work/log" 2>&1 || { cat "$work/log"; fail "the build failed"; }
+mkdir "$work/source"
+git archive HEAD | tar -x -C "$work/source"
+# A development version names its commit, in the package too.
+sed -i "/^__version__ = .*dev/s/\"\$/+g$(git rev-parse --short HEAD)\"/" "$work/source/vllm_eagle_mrv2/__init__.py"
+"$work/builder/bin/python" -m build --outdir dist "$work/source" >"$work/log" 2>&1 || { cat "$work/log"; fail "the build failed"; }
 wheel=$(echo dist/*.whl)
 version=$(cut -d - -f 2 <<<"${wheel##*/}")
 

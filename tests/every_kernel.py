@@ -30,7 +30,9 @@ from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sampl
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 
-CAPABILITIES = (80, 90)  # A100; H100 and H200
+CAPABILITIES = (80, 90)  # A100; H100 and H200: every variant
+FURTHER = (86, 89, 100, 120)  # A10 and 3090; L4, L40 and 4090; B200; RTX PRO 6000 and 5090: one variant of every kernel
+_seen: set[str] = set()
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -53,13 +55,14 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
             signature[parameter.name] = _POINTERS[value.dtype]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-    for capability in CAPABILITIES:
+    for capability in (*CAPABILITIES, *(FURTHER if self.fn.__name__ not in _seen else ())):
         compiled = triton.compile(
             ASTSource(fn=self, signature=signature, constexprs=constants),
             target=GPUTarget("cuda", capability, 32),
             options={"num_warps": num_warps},
         )
         assert "cubin" in compiled.asm
+    _seen.add(self.fn.__name__)
     print(self.fn.__name__, *constants.values(), flush=True)
 
 

@@ -179,7 +179,7 @@ class RolloutCache:
         # [B, N, T, T + len(own)]
         weights = (torch.cat([prefill_scores, *own_scores], dim=-1) * query.shape[-1] ** -0.5).softmax(-1)
         weights = weights.to(value.dtype)
-        output = weights[..., :length] @ first_value
+        output: Tensor = weights[..., :length] @ first_value
         for column, (_, own_value) in enumerate(own, start=length):
             output = output + weights[..., column, None] * own_value
         return output
@@ -214,7 +214,8 @@ class Attention(nn.Module):
         query, key = rotate(query, positions, shape.rope_theta), rotate(key, positions, shape.rope_theta)
         group = shape.num_attention_heads // shape.num_key_value_heads
         output = attend(query, key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1))
-        return self.o_proj(output.transpose(1, 2).flatten(2))
+        projected: Tensor = self.o_proj(output.transpose(1, 2).flatten(2))
+        return projected
 
 
 class MLP(nn.Module):
@@ -225,7 +226,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        projected: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return projected
 
 
 class DecoderLayer(nn.Module):
@@ -249,7 +251,8 @@ class DecoderLayer(nn.Module):
         else:
             attention_input = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(x)], dim=-1)
         x = x + self.self_attn(attention_input, positions, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return after
 
 
 class Target(nn.Module):
@@ -283,6 +286,8 @@ class Target(nn.Module):
 class EagleHead(nn.Module):
     """EAGLE: regresses the target's final hidden states and borrows its embedding and output matrix."""
 
+    draft_ids: Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
@@ -304,6 +309,8 @@ class EagleHead(nn.Module):
 class Eagle3Head(nn.Module):
     """EAGLE-3: reads three residual streams of the target, predicts over its own draft vocabulary, draft_ids [D]."""
 
+    draft_ids: Tensor
+
     def __init__(self, shape: Shape, draft_ids: Tensor) -> None:
         super().__init__()
         self.fc = nn.Linear(len(AUX_LAYER_IDS) * shape.hidden_size, shape.hidden_size, bias=False)
@@ -315,7 +322,8 @@ class Eagle3Head(nn.Module):
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill(0, draft_ids, True))
 
     def first_features(self, hidden: Tensor, aux: list[Tensor]) -> Tensor:
-        return self.fc(torch.cat(aux, dim=-1))
+        combined: Tensor = self.fc(torch.cat(aux, dim=-1))
+        return combined
 
     def step(
         self, target: Target, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend
@@ -555,15 +563,15 @@ def main() -> None:
         sampled[:8] = 256
         with torch.autocast(device.type, torch.bfloat16):
             texts.append(generate(target, prompt, 256, sampled, generator))
-    texts = torch.cat(texts)
+    written = torch.cat(texts)
 
-    counts = torch.bincount(torch.cat([stream, texts.flatten().cpu()]), minlength=shape.vocab_size)
+    counts = torch.bincount(torch.cat([stream, written.flatten().cpu()]), minlength=shape.vocab_size)
     draft_ids = counts.topk(DRAFT_VOCAB_SIZE).indices.sort().values
-    heads = {"eagle": EagleHead(shape).to(device), "eagle3": Eagle3Head(shape, draft_ids).to(device)}
+    heads: dict[str, Head] = {"eagle": EagleHead(shape).to(device), "eagle3": Eagle3Head(shape, draft_ids).to(device)}
 
     def head_batch_loss(head: Head) -> Tensor:
-        rows = torch.randint(len(texts), (6,), generator=generator).to(device)
-        tokens = torch.cat([texts[rows], sample_windows(stream, 2, 256, generator).to(device)])
+        rows = torch.randint(len(written), (6,), generator=generator).to(device)
+        tokens = torch.cat([written[rows], sample_windows(stream, 2, 256, generator).to(device)])
         return head_loss(target, head, tokens, args.depth)
 
     head_shape = dataclasses.replace(shape, num_hidden_layers=1)

@@ -208,6 +208,24 @@ def test_vllm_itself_cannot_be_imported(install: Install, tmp_path: Path, monkey
     assert "cannot be imported (RuntimeError: no torch to speak of)" in report["problems"][0]
 
 
+@pytest.mark.parametrize(
+    ("capability", "left"), [((9, 0), None), ((8, 0), "leaves the draft's products to PyTorch on NVIDIA X, as")]
+)
+def test_a_gpu_that_nobody_measured_on_is_a_note(
+    capability: tuple[int, int], left: str | None, install: Install, monkeypatch: Any
+) -> None:
+    install()
+    gpu = SimpleNamespace(
+        device_type="cuda",
+        get_device_capability=lambda: SimpleNamespace(major=capability[0], minor=capability[1]),
+        get_device_name=lambda: "NVIDIA X",
+    )
+    monkeypatch.setattr(sys.modules["vllm.platforms"], "current_platform", gpu)
+    report = run_json()
+    assert report["exit_code"] == 0
+    assert [left in note for note in report["notes"] if left] == [True] * bool(left)
+
+
 def test_a_platform_that_cannot_be_told_is_a_note(install: Install, monkeypatch: Any) -> None:
     install()
     monkeypatch.setitem(sys.modules, "vllm.platforms", ModuleType("vllm.platforms"))

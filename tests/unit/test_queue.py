@@ -71,6 +71,14 @@ def test_a_full_queue_waits_for_the_gpu() -> None:
     assert [int(take(queue).live_reqs) for _ in range(2)] == [2, 3]
 
 
+def test_a_gpu_that_takes_nothing_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = target_batch([2])
+    queue = queue_of(batch, batch, depth=2)
+    monkeypatch.setattr("vllm_eagle_mrv2.batch.queue._PATIENCE_S", 0.05)
+    with pytest.raises(EagleMRV2Error, match=r"the GPU has taken none of 2 waiting draft batches for 0\.05 s"):
+        queue.put(batch)
+
+
 def test_an_empty_queue_holds_no_requests() -> None:
     """As passes before a capture find it."""
     before = poisoned(8, 64)

@@ -17,6 +17,7 @@ pytest.importorskip("vllm.config.compilation")
 
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_eagle_mrv2.kernels.measured import about
 from vllm_eagle_mrv2.releases import common
 from vllm_eagle_mrv2.releases.common import StockAdapter
 from vllm_eagle_mrv2.telemetry.start_line import Facts
@@ -55,6 +56,7 @@ FAST = Facts(
     filters=False,
     products=True,
     products_cached=True,
+    unmeasured=None,
     quantized=(),
     attention=True,
     skips_unused=False,
@@ -151,6 +153,9 @@ def test_the_line() -> None:
         ({"asks_dynamic": True, "data_parallel": 2}, "drafts 3 tokens whatever the batch size, as data-parallel ranks"),
         ({"quantized": ("Fp8LinearMethod",) * 4}, "leaves 4 layers of the draft to vLLM's kernels"),
         ({"quantized": ("Fp8LinearMethod",), "disable": {Behaviour.ROW_PRODUCTS}}, None),
+        ({"unmeasured": about("NVIDIA A100", (8, 0))}, "leaves the draft's products to PyTorch on NVIDIA A100, as"),
+        ({"unmeasured": about("NVIDIA A100", (8, 0)), "disable": {Behaviour.ROW_PRODUCTS}}, None),
+        ({"unmeasured": about("NVIDIA H200", (9, 0))}, None),
         ({"products": False, "products_cached": False}, "by this additional_config"),
     ],
     ids=str,

@@ -31,8 +31,16 @@ _FILTERS = 2  # the last of them, where drafts honour top-k and top-p
 _WIDTHS = {torch.int32: 1, torch.int64: 2}  # of an idx_mapping, in int32
 FIELDS = 16
 """int64 of a slot: number of requests, width of an index, addresses, 0; a power of two, to be fetched at once."""
+NUM_REQS, INDEX_WIDTH = 0, 1
+"""Where in a slot these are."""
 _SLOT = struct.Struct(f"={FIELDS}q")
 _EMPTY = (0,) * FIELDS
+_PATIENCE_S = 300  # longer than the ranks of an engine wait for each other while one of them compiles
+
+
+def place_of(name: str) -> int:
+    """Where in a slot the address of one of a batch's tensors is."""
+    return INDEX_WIDTH + 1 + list(_TENSORS).index(name)
 
 
 class BatchQueue:
@@ -71,7 +79,7 @@ class BatchQueue:
         self._written = 0
         self._depth = depth
         # Views of the same memory: an element of a tensor costs the host a microsecond.
-        self._bytes = memoryview(self.slots.numpy()).cast("B")
+        self._bytes = self.slots.numpy().data.cast("B")
         self._seen = self.seen.view(1).numpy()
 
     def put(self, batch: DraftBatch) -> None:
@@ -81,14 +89,24 @@ class BatchQueue:
         names slots of live requests that it must leave alone, and counts as one without any.
 
         Raises:
-            EagleMRV2Error: a tensor is missing, or not of the type that the kernel reads.
+            EagleMRV2Error: a tensor is missing, or not of the type that the kernel reads; the GPU takes no batches.
         """
         depth = self._depth
-        while self._written - int(self._seen[0]) >= depth:
-            time.sleep(1e-5)
+        if self._written - int(self._seen[0]) >= depth:
+            self._wait()
         fields = _EMPTY if batch.dummy_run else self._fields(batch)
         _SLOT.pack_into(self._bytes, self._written % depth * _SLOT.size, *fields)
         self._written += 1
+
+    def _wait(self) -> None:
+        given_up = time.monotonic() + _PATIENCE_S
+        while self._written - int(self._seen[0]) >= self._depth:
+            if time.monotonic() > given_up:
+                raise EagleMRV2Error(
+                    f"the GPU has taken none of {self._depth} waiting draft batches for {_PATIENCE_S} s; look for its "
+                    "errors in the kernel log (dmesg, Xid), and restart the engine."
+                )
+            time.sleep(1e-5)
 
     def _fields(self, batch: DraftBatch) -> tuple[int, ...]:
         tensors = self._tensors(batch)

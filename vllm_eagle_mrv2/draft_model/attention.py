@@ -127,13 +127,14 @@ def _take_ropes(
     taken: dict[int, Rope] = {}
     for module in list(draft.modules()):
         layer: Any = getattr(module, "attn", None)
+        rope: Any = getattr(module, "rotary_emb", None)
         if (
             id(layer) in known
             and class_path(type(module)) == _ATTENTION
-            and _is_plain_rope(module.rotary_emb, layer.impl)
-            and len(module.rotary_emb.cos_sin_cache) >= max_model_len
+            and _is_plain_rope(rope, layer.impl)
+            and len(rope.cos_sin_cache) >= max_model_len
         ):
-            module.rotary_emb = taken[id(layer)] = Rope(module.rotary_emb, positions)
+            module.rotary_emb = taken[id(layer)] = Rope(rope, positions)
     return taken
 
 

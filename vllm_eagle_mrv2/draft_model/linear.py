@@ -21,6 +21,7 @@ from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.draft_model.last_row import row_read
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits, FewRows
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
+from vllm_eagle_mrv2.kernels.device import is_measured
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.releases.surface import class_path
 
@@ -213,7 +214,7 @@ def _is_gated(module: Any) -> bool:
 
 
 def _runs_kernels(weight: torch.Tensor) -> bool:
-    return weight.is_cuda and torch.version.hip is None
+    return weight.is_cuda and torch.version.hip is None and is_measured(weight.device)
 
 
 def _apply(
@@ -263,12 +264,11 @@ def _compile_ahead(
 
 def _give_view_of_head(logits: DraftLogits, few: FewRows | None) -> None:
     """Let a processor see the head that it is given, the target's mostly, as one that multiplies so."""
-    processor = logits.processor
-    stock_forward = processor.forward
+    processor, stock = logits.processor, logits.multiply
     seen: tuple[Any, Any] = (None, None)  # a head and what is shown of it
     plain = processor.scale == 1.0 and processor.soft_cap is None and not processor.logits_as_input
 
-    def forward(lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def multiply(lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         if lm_head is not seen[0]:
             view = lm_head
@@ -283,6 +283,6 @@ def _give_view_of_head(logits: DraftLogits, few: FewRows | None) -> None:
             as_given = getattr(processor, "head_dtype", None) in (None, hidden_states.dtype)  # from 0.27 on
             if as_given and _are_few(hidden_states, weight):
                 return logits.few(hidden_states, weight)
-        return stock_forward(view, hidden_states, *args, **kwargs)
+        return stock(view, hidden_states, *args, **kwargs)
 
-    processor.forward = forward
+    logits.multiply = multiply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,12 +11,25 @@ FewRows = Callable[[torch.Tensor, torch.Tensor], Any]
 """Of rows [n, H] and weights [N, H]."""
 
 
+class Trimmed(Protocol):
+    """A head of some rows that takes the place of a draft's whole head."""
+
+    def kept_rows(self, lm_head: Any, embedding_bias: torch.Tensor | None = None) -> Any:
+        """The head of the kept rows."""
+
+    def logits(self, of_kept: torch.Tensor, *, short: bool) -> torch.Tensor:
+        """Those of the kept rows, or a row over the whole vocabulary."""
+
+    def tokens(self, columns: torch.Tensor) -> torch.Tensor:
+        """The tokens of kept rows."""
+
+
 class DraftLogits:
     """The one ``LogitsProcessor`` that a draft has of its own, asked for no more than an argmax needs.
 
     vLLM's models compute logits by handing their head to a ``LogitsProcessor``, which multiplies and then gathers the
-    shards of the tensor-parallel ranks.  Here it can be kept from gathering, and whoever trims the head from filling up
-    the row.
+    shards of the tensor-parallel ranks.  Here it can be kept from gathering, can multiply in another way, and can be
+    given a trimmed head.  Nothing else of this package replaces its methods.
 
     Args:
         processor: the draft's alone.
@@ -31,6 +44,12 @@ class DraftLogits:
         """Whether logits are being computed for us, so that they need not be whole."""
         self.few: FewRows | None = None
         """What may take the place of a product of few rows with the head's weights, in what is being computed."""
+        self.multiply: Callable[..., Any] = processor.forward
+        """What makes logits of a head and hidden states: stock's own, or what stands for it."""
+        self.trimmed: Trimmed | None = None
+        processor.forward = self._forward
+        self._stock_top_tokens = processor.get_top_tokens  # for vLLM's use_local_argmax_reduction
+        processor.get_top_tokens = self._top_tokens
         self._untouched: bool | None = None
         self._rank: int = get_tensor_model_parallel_rank()
         self._ranks: int = get_tensor_model_parallel_world_size()
@@ -102,6 +121,19 @@ class DraftLogits:
         width = logits.shape[-1]
         first = self._rank * width
         return first, min(max(num_rows - first, 0), width)
+
+    def _forward(self, lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.trimmed is None:
+            return self.multiply(lm_head, hidden_states, *args, **kwargs)
+        of_kept = self.multiply(self.trimmed.kept_rows(lm_head, *args, **kwargs), hidden_states)
+        return self.trimmed.logits(of_kept, short=self.short)
+
+    def _top_tokens(self, lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.trimmed is None:
+            best: torch.Tensor = self._stock_top_tokens(lm_head, hidden_states, *args, **kwargs)
+            return best
+        kept = self.trimmed.kept_rows(lm_head, *args, **kwargs)
+        return self.trimmed.tokens(self._stock_top_tokens(kept, hidden_states))
 
     def _keep_shard(self, logits: torch.Tensor) -> torch.Tensor:
         if self.short:

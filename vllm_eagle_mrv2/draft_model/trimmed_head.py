@@ -29,18 +29,13 @@ class TrimmedHead:
     """
 
     def __init__(self, draft_logits: DraftLogits, tokens: KeptTokens, device: torch.device) -> None:
-        self._draft_logits = draft_logits
         self._tokens = tokens
         self._device = device
-        processor = draft_logits.processor
-        self.vocab_size: int = processor.org_vocab_size
+        self.vocab_size: int = draft_logits.processor.org_vocab_size
         tokens.check(self.vocab_size)
         self._whole: Any = None
         self._kept: Any = None
-        self._stock_forward = processor.forward
-        processor.forward = self._forward
-        self._stock_top_tokens = processor.get_top_tokens  # for vLLM's use_local_argmax_reduction
-        processor.get_top_tokens = self._top_tokens
+        draft_logits.trimmed = self
 
     @classmethod
     def of(cls, model: Any, draft_logits: DraftLogits | None, tokens: KeptTokens, device: torch.device) -> TrimmedHead:
@@ -77,24 +72,29 @@ class TrimmedHead:
         if self._kept is not None:
             _copy_rows(self._whole, self._kept, self.target_ids)
 
-    def _forward(
-        self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What the draft's ``LogitsProcessor`` does: stock's own work, with the kept rows for ``lm_head``."""
-        kept = self._kept_rows(lm_head, embedding_bias)
-        logits: torch.Tensor = self._stock_forward(kept, hidden_states)[..., : self.size]
-        if self._draft_logits.short:
+    def logits(self, of_kept: torch.Tensor, *, short: bool) -> torch.Tensor:
+        """[n, C] logits of the kept rows where ``short``, or [n, V] with -inf for all other tokens.
+
+        Args:
+            of_kept: [n, >= C], what the head of the kept rows gives.
+            short: nobody needs the whole row.
+        """
+        logits = of_kept[..., : self.size]
+        if short:
             return logits
         row = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
         return row.index_copy_(-1, self.target_ids, logits)
 
-    def _top_tokens(
-        self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        columns: torch.Tensor = self._stock_top_tokens(self._kept_rows(lm_head, embedding_bias), hidden_states)
+    def tokens(self, columns: torch.Tensor) -> torch.Tensor:
+        """The tokens of kept rows, int64."""
         return self.target_ids[columns]
 
-    def _kept_rows(self, lm_head: Any, embedding_bias: torch.Tensor | None) -> Any:
+    def kept_rows(self, lm_head: Any, embedding_bias: torch.Tensor | None = None) -> Any:
+        """The head of the kept rows, copied out of the whole one when it is first seen.
+
+        Raises:
+            EagleMRV2Error: the head has a bias, or is quantized.
+        """
         if lm_head is not self._whole:
             # The profile run comes first.  What is made while weights are loaded goes with them when vLLM sleeps; and
             # what is made in a graph is made again by each replay.

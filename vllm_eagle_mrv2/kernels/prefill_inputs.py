@@ -6,10 +6,27 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers
-from vllm_eagle_mrv2.batch.queue import FIELDS, BatchQueue
+from vllm_eagle_mrv2.batch.queue import FIELDS, INDEX_WIDTH, NUM_REQS, BatchQueue, place_of
 from vllm_eagle_mrv2.kernels.launching import launch
 
 _BLOCK = 1024
+
+# Where in a slot of the queue they are.
+_NUM_REQS = tl.constexpr(NUM_REQS)
+_INDEX_WIDTH = tl.constexpr(INDEX_WIDTH)
+_IDX_MAPPING = tl.constexpr(place_of("idx_mapping"))
+_NUM_SAMPLED = tl.constexpr(place_of("num_sampled"))
+_NUM_REJECTED = tl.constexpr(place_of("num_rejected"))
+_INPUT_IDS = tl.constexpr(place_of("input_ids"))
+_POSITIONS = tl.constexpr(place_of("positions"))
+_QUERY_START_LOC = tl.constexpr(place_of("query_start_loc"))
+_SEQ_LENS = tl.constexpr(place_of("seq_lens"))
+_LAST_SAMPLED = tl.constexpr(place_of("last_sampled"))
+_NEXT_PREFILL_TOKENS = tl.constexpr(place_of("next_prefill_tokens"))
+_TEMPERATURE = tl.constexpr(place_of("temperature"))
+_SEEDS = tl.constexpr(place_of("seeds"))
+_TOP_K = tl.constexpr(place_of("top_k"))
+_TOP_P = tl.constexpr(place_of("top_p"))
 
 
 @triton.jit
@@ -52,10 +69,10 @@ def _prefill_inputs_kernel(
 ):
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    num_reqs = tl.load(slot_ptr).to(tl.int32)
+    num_reqs = tl.load(slot_ptr + _NUM_REQS).to(tl.int32)
     if row > num_reqs:
         return
-    target_query_start_loc_ptr = _address(slot_ptr, 7, tl.int32)
+    target_query_start_loc_ptr = _address(slot_ptr, _QUERY_START_LOC, tl.int32)
     if row == num_reqs:
         # What a replayed graph reads beyond the live requests.  An empty slot has no addresses.
         end = tl.load(target_query_start_loc_ptr + num_reqs, mask=num_reqs > 0, other=0)
@@ -72,16 +89,16 @@ def _prefill_inputs_kernel(
         return
 
     start = tl.load(target_query_start_loc_ptr + row)
-    num_rejected = tl.load(_address(slot_ptr, 4, tl.int32) + row)
+    num_rejected = tl.load(_address(slot_ptr, _NUM_REJECTED, tl.int32) + row)
     tl.store(num_rejected_ptr + row, num_rejected)
     tl.store(draft_step_ptr + row, 0)
     length = tl.load(target_query_start_loc_ptr + row + 1) - start - num_rejected
     tl.store(query_start_loc_ptr + row, start)
-    tl.store(seq_lens_ptr + row, tl.load(_address(slot_ptr, 8, tl.int32) + row))
+    tl.store(seq_lens_ptr + row, tl.load(_address(slot_ptr, _SEQ_LENS, tl.int32) + row))
 
     # Every token moves one place to the left; the place that becomes free at the end takes the token that follows.
-    target_input_ids_ptr = _address(slot_ptr, 5, tl.int32)
-    target_positions_ptr = _address(slot_ptr, 6, tl.int64)
+    target_input_ids_ptr = _address(slot_ptr, _INPUT_IDS, tl.int32)
+    target_positions_ptr = _address(slot_ptr, _POSITIONS, tl.int64)
     for offset in range(0, length, BLOCK):
         token = offset + lanes
         inside = token < length
@@ -90,21 +107,21 @@ def _prefill_inputs_kernel(
         tl.store(positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside)
     last = start + length - 1
     # The low half of a wider index.
-    state = tl.load(_address(slot_ptr, 2, tl.int32) + row * tl.load(slot_ptr + 1)).to(tl.int64)
+    state = tl.load(_address(slot_ptr, _IDX_MAPPING, tl.int32) + row * tl.load(slot_ptr + _INDEX_WIDTH)).to(tl.int64)
     # A request in the middle of its prompt sampled nothing: its next prompt token follows.
-    if tl.load(_address(slot_ptr, 3, tl.int32) + row) > 0:
-        tl.store(input_ids_ptr + last, tl.load(_address(slot_ptr, 9, tl.int64) + state).to(tl.int32))
+    if tl.load(_address(slot_ptr, _NUM_SAMPLED, tl.int32) + row) > 0:
+        tl.store(input_ids_ptr + last, tl.load(_address(slot_ptr, _LAST_SAMPLED, tl.int64) + state).to(tl.int32))
     else:
-        tl.store(input_ids_ptr + last, tl.load(_address(slot_ptr, 10, tl.int32) + state))
+        tl.store(input_ids_ptr + last, tl.load(_address(slot_ptr, _NEXT_PREFILL_TOKENS, tl.int32) + state))
     tl.store(last_token_indices_ptr + row, last)
     tl.store(sample_positions_ptr + row, tl.load(target_positions_ptr + last) + SAMPLE_OFFSET)
 
     tl.store(idx_mapping_ptr + row, state)
-    tl.store(temperature_ptr + state, tl.load(_address(slot_ptr, 11, tl.float32) + state))
-    tl.store(seeds_ptr + state, tl.load(_address(slot_ptr, 12, tl.int64) + state))
-    if tl.load(slot_ptr + 13) != 0:  # drafts honour top-k and top-p
-        tl.store(top_k_ptr + state, tl.load(_address(slot_ptr, 13, tl.int32) + state))
-        tl.store(top_p_ptr + state, tl.load(_address(slot_ptr, 14, tl.float32) + state))
+    tl.store(temperature_ptr + state, tl.load(_address(slot_ptr, _TEMPERATURE, tl.float32) + state))
+    tl.store(seeds_ptr + state, tl.load(_address(slot_ptr, _SEEDS, tl.int64) + state))
+    if tl.load(slot_ptr + _TOP_K) != 0:  # drafts honour top-k and top-p
+        tl.store(top_k_ptr + state, tl.load(_address(slot_ptr, _TOP_K, tl.int32) + state))
+        tl.store(top_p_ptr + state, tl.load(_address(slot_ptr, _TOP_P, tl.float32) + state))
 
 
 def prepare_prefill_inputs(buffers: DraftBuffers, queue: BatchQueue, num_rows: int, *, sample_offset: int = 0) -> None:

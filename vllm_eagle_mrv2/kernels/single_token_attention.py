@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_eagle_mrv2.kernels.device import multiprocessors, stages
 from vllm_eagle_mrv2.kernels.launching import launch
-from vllm_eagle_mrv2.kernels.shared_memory import stages
 
 _LEAST_SPLIT = 256  # tokens, a multiple of every tile; a second program for less costs more than it saves
-_PROGRAMS = 264  # two for each multiprocessor of an H200
+_PROGRAMS = 2  # of a multiprocessor
 _LEAST_ROWS = 16  # of a matrix instruction
 _LANES = 32  # requests whose lengths are read at a time
 
@@ -269,7 +269,7 @@ class SingleTokenAttention:
         self._tile, wanted, self._warps = _tile(width)
         self._stages = stages(wanted, 2 * self._tile * width * 2, device)  # keys and values in 16 bit
         # All splits beside the first ones are fewer than this, and so are the requests that have any.
-        self._spread = max(1, _PROGRAMS // num_kv_heads)
+        self._spread = max(1, _PROGRAMS * multiprocessors(device) // num_kv_heads)
         scratch = scratch or device
         self._partial = torch.empty(2 * self._spread * num_kv_heads * self.rows * (width + 2), device=scratch)
         self._arrived = torch.zeros(self._spread * num_kv_heads, dtype=torch.int32, device=scratch)

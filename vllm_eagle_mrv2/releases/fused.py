@@ -7,11 +7,11 @@ parallelism, watermarks, adaptive verification, the sharing of top-k indices by 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, prepare_inputs_to_capture
@@ -22,11 +22,12 @@ from vllm_eagle_mrv2.batch.buffers import DraftBatch, TargetStates
 from vllm_eagle_mrv2.drafting.capture import CapturedAttentionState, DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.drafting.graphs import longest_query
 from vllm_eagle_mrv2.drafting.loop import GraphRun
+from vllm_eagle_mrv2.releases import installed_version
 from vllm_eagle_mrv2.releases.common import StockAdapter
 from vllm_eagle_mrv2.releases.draft_lengths import lengths_by_batch_size
 
-# Which field of a batch tells a decode from a prefill: has_prefill, from 0.31 on decode_graph_eligible.
-_DECODE_FLAG = list(inspect.signature(get_uniform_decode_token_count).parameters)[-1]
+_DECODE_FLAG = "has_prefill" if installed_version() < Version("0.31") else "decode_graph_eligible"
+"""The field of a batch that tells a decode from a prefill."""
 
 
 @dataclasses.dataclass(frozen=True)

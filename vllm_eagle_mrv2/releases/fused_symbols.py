@@ -57,7 +57,7 @@ FUSED: tuple[Symbol, ...] = (
             _GROUP,
             "get_uniform_decode_token_count",
             ("num_reqs", "num_tokens", "max_query_len", flag),
-            why="the last parameter names the field of the batch",
+            why="the last argument is a field of the batch",
             releases=releases,
         )
         for flag, releases in (("has_prefill", "<0.31"), ("decode_graph_eligible", ">=0.31"))

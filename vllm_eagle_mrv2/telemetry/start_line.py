@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import METHOD, Settings
+from vllm_eagle_mrv2.kernels.measured import about
 
 if TYPE_CHECKING:
     from vllm_eagle_mrv2.releases.common import StockAdapter
@@ -55,6 +58,7 @@ class Facts:
     filters: bool  # requests' top-k and top-p are honoured
     products: bool  # some products are ours
     products_cached: bool  # vLLM's cache of compiled models can tell ours from others
+    unmeasured: str | None  # what is left to PyTorch, as nobody measured it on this GPU
     quantized: tuple[str, ...]  # layers whose products are vLLM's: how it multiplies, one name a layer
     attention: bool  # draft decodes attend by ours
     skips_unused: bool  # nothing is drafted where no request can use it
@@ -101,6 +105,7 @@ class Facts:
             filters=draft.filters_drafts,
             products=draft._products.layers > 0 or draft._products.head,
             products_cached=draft.options is draft.settings.options,
+            unmeasured=_unmeasured(draft.device),
             quantized=draft._products.quantized,
             attention=draft._attends_by_ours,
             skips_unused=draft._skips_unused,
@@ -175,6 +180,8 @@ class Facts:
                 f"{METHOD} leaves {len(self.quantized)} layers of the draft to vLLM's kernels, as their weights are "
                 f"quantized ({', '.join(sorted(set(self.quantized)))}); row_products takes a head that is not."
             )
+        if self.unmeasured is not None and enabled(Behaviour.ROW_PRODUCTS):
+            yield self.unmeasured
         if not self.products_cached:
             yield (
                 f"{METHOD} leaves the draft's products to vLLM, whose cache of compiled models could not tell them "
@@ -229,6 +236,12 @@ class Facts:
 
 
 _OTHER_BACKEND = "choose another attention backend, such as FLASH_ATTN"
+
+
+def _unmeasured(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return about(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 def _has_decodes(mode: Any) -> bool:

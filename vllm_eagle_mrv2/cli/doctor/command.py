@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from packaging.version import Version
@@ -42,6 +42,7 @@ from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import FAMILIES, METHOD, Settings
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.kernels.measured import about
 from vllm_eagle_mrv2.patches import of_release
 from vllm_eagle_mrv2.releases.spec import Release
 from vllm_eagle_mrv2.releases.surface import check_installed, check_recorded
@@ -238,7 +239,20 @@ def _platform(report: DoctorReport) -> str | None:
         report.notes.append(
             "vLLM sees no device that it could run on here; the rest of this report holds all the same."
         )
+    elif kind == "cuda":
+        _check_device(report, current)
     return f"{name} ({kind})" if kind else name
+
+
+def _check_device(report: DoctorReport, platform: Any) -> None:
+    try:
+        capability = platform.get_device_capability()
+        left = about(platform.get_device_name(), (capability.major, capability.minor))
+    except Exception as error:  # as above
+        report.notes.append(f"vLLM cannot tell its device ({_reason(error)}).")
+        return
+    if left is not None:
+        report.notes.append(left)
 
 
 def _adapter(report: DoctorReport, release: str) -> Release | None:

@@ -1,0 +1,19 @@
+"""GPUs on which the kernels that stand for a library's were measured.  Needs no torch, for `doctor`."""
+
+from __future__ import annotations
+
+from vllm_eagle_mrv2.config.families import METHOD
+
+MEASURED = frozenset({(9, 0)})
+"""Compute capabilities: H100 and H200."""
+
+
+def about(name: str, capability: tuple[int, int]) -> str | None:
+    """What is left to PyTorch on an NVIDIA GPU, in a sentence; None where nothing is."""
+    if capability in MEASURED:
+        return None
+    measured = ", ".join(f"{major}.{minor}" for major, minor in sorted(MEASURED))
+    return (
+        f"{METHOD} leaves the draft's products to PyTorch on {name}, as row_products was measured on compute capability "
+        f"{measured} and not on {capability[0]}.{capability[1]}."
+    )
