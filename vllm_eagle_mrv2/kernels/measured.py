@@ -14,6 +14,6 @@ def about(name: str, capability: tuple[int, int]) -> str | None:
         return None
     measured = ", ".join(f"{major}.{minor}" for major, minor in sorted(MEASURED))
     return (
-        f"{METHOD} leaves the draft's products to PyTorch on {name}, as row_products was measured on compute capability "
-        f"{measured} and not on {capability[0]}.{capability[1]}."
+        f"{METHOD} leaves the draft's products to PyTorch on {name}, as row_products was measured on compute "
+        f"capability {measured} and not on {capability[0]}.{capability[1]}; nothing is to be done."
     )
