@@ -16,15 +16,10 @@ from vllm_eagle_mrv2.drafting.loop import DraftLoop, GraphRun
 
 
 class _LogitsOfTheFirstStepAlone(DraftLoop):
-    """The logits of draft decodes are stored where nobody reads them (before #37639)."""
-
-    _elsewhere: torch.Tensor | None = None
+    """Draft decodes store no logits, and draft greedily (before #37639)."""
 
     def decode(self, *args: Any, **kwargs: Any) -> None:
-        kept = self.adapter.draft_logits
-        if kept is not None and self._elsewhere is None:
-            self._elsewhere = torch.empty_like(kept)
-        self.adapter.draft_logits = self._elsewhere
+        kept, self.adapter.draft_logits = self.adapter.draft_logits, None
         try:
             super().decode(*args, **kwargs)
         finally:
