@@ -15,5 +15,6 @@ def about(name: str, capability: tuple[int, int]) -> str | None:
     measured = ", ".join(f"{major}.{minor}" for major, minor in sorted(MEASURED))
     return (
         f"{METHOD} leaves the draft's products to PyTorch on {name}, as row_products was measured on compute "
-        f"capability {measured} and not on {capability[0]}.{capability[1]}; vllm-eagle-mrv2 bench says what the rest gains."
+        f"capability {measured} and not on {capability[0]}.{capability[1]}; "
+        "vllm-eagle-mrv2 bench says what the rest gains."
     )
