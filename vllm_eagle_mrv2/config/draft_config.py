@@ -79,7 +79,7 @@ def _rows(rope: Mapping[str, Any], longest: int) -> int:
 
 
 def _fit_auxiliary_layers(config: Any, release: Version) -> None:
-    """Check the auxiliary layers, and store their ids where the runner and their number where the draft model look."""
+    """Check the auxiliary layers; store their ids for the runner and their number for the draft model."""
     draft, eagle_config = config.draft_model_config.hf_config, _eagle_config(config)
     if not takes_auxiliary_states(config):
         if config.target_parallel_config.pipeline_parallel_size > 1 and release < Version("0.33"):

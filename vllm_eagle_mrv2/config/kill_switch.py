@@ -1,4 +1,4 @@
-"""The operator's kill switch: with ``EAGLE_MRV2_DISABLE=1`` stock vLLM drafts where ``eagle_mrv2`` was asked for.
+"""The operator's kill switch: with ``EAGLE_MRV2_DISABLE=1`` stock vLLM drafts instead of ``eagle_mrv2``.
 
 Only the method is translated.  This needs neither a supported vLLM release nor valid options.
 """

@@ -87,7 +87,7 @@ SYMBOLS: tuple[Symbol, ...] = (
 
 @contextmanager
 def repaired(speculator: Any, target: Any) -> Iterator[None]:
-    """Apply every fix that the installed release lacks, for the time in which a speculator loads its draft.
+    """Apply every fix that the installed release lacks while a speculator loads its draft.
 
     Args:
         speculator: a subclass of the stock speculator.
