@@ -3,13 +3,13 @@
 
     python3 benchmarks/ab_time.py --shape 1b --steps 3 --batch 1 --rounds 15
 
-Prints one JSON object a batch size: median milliseconds per iteration (verify and draft) of stock's method and of ours,
-and the median of the ratios stock / eagle_mrv2 of neighbouring rounds with its quartiles.  A row whose ratio the bench
-refuses is not printed, and the exit status is 1.  ``--disable NAME`` compares ours without a behaviour with ours, in
-place of stock's method; ``--setting TEXT`` says in the line what is special about it.
+Prints one JSON object per batch size: the median milliseconds per iteration (verify and draft) of the stock method and
+of eagle_mrv2, and the median and quartiles of the ratios stock / eagle_mrv2 of neighbouring rounds.  If the bench
+refuses a ratio, its row is not printed and the exit status is 1.  ``--disable NAME`` compares eagle_mrv2 without a
+behaviour, instead of the stock method, with eagle_mrv2.  ``--setting TEXT`` records what is special about a line.
 
 Starting engines takes longer than measuring them.  Several comparisons (releases) can start together and then take
-turns: ``--together N FOLDER`` waits until N of them are up, and measures one at a time.
+turns: ``--together N FOLDER`` waits until N of them have started, and measures one at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vllm_eagle_mrv2.cli.errors import CommandError
 
 
 def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, Any] | None:
-    """A row's fields in the form of benchmarks/results; None where there is no ratio."""
+    """A row in the format of benchmarks/results; None if its ratio is refused."""
     if row.quartiles is None:
         return None
     low, ratio, high = row.quartiles
@@ -55,7 +55,7 @@ def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, An
 
 
 def draft_options(folder: Path, draft_vocab: int | None) -> dict[str, Any]:
-    """Options of ours; random weights like one token as much as another, so any ranking will do."""
+    """Options of eagle_mrv2; random weights prefer no token, so any ranking will do."""
     if draft_vocab is None:
         return {}
     ranking = folder / "ranking.json"
@@ -64,7 +64,7 @@ def draft_options(folder: Path, draft_vocab: int | None) -> dict[str, Any]:
 
 
 def arrive(together: tuple[str, str]) -> None:
-    """Let the others know that this comparison is up, or has ended."""
+    """Tell the other comparisons that this one has started or ended."""
     folder = Path(together[1])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"up-{os.getpid()}").touch()
@@ -72,7 +72,7 @@ def arrive(together: tuple[str, str]) -> None:
 
 @contextlib.contextmanager
 def turn(together: tuple[str, str] | None) -> Iterator[None]:
-    """Wait for the other comparisons to be up, and for those before to be done."""
+    """Wait until all comparisons have started and no other one measures."""
     if together is None:
         yield
         return

@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
-"""Where the GPU's time goes in the draft phase, and what an engine's start costs, as one JSON object.
+"""Prints as one JSON object where the GPU time of the draft phase goes, and what an engine start costs.
 
     python3 benchmarks/draft_timeline.py eagle_mrv2 --shape 1b --steps 7 --batch 1
 
 Runs one engine of the given method in this process, with random weights, and profiles greedy decode with CUDA
-activities alone, which leaves the host as fast as it is. A marker kernel before and after ``propose`` bounds the
-draft phase. The times are medians over the iterations, in microseconds: ``phase_us`` from the first draft kernel's
-start to the last one's end, ``idle_share`` the part of it in which no kernel runs, ``iteration_us`` from one phase's
-start to the next, ``iteration_busy_us`` what kernels run in it, and ``iteration_gaps_us`` the longest times in which
-none does, with the kernels before and after.  ``host_us`` is what the host takes for an iteration, without a profiler:
-the runner's two halves, ``propose``, which is in the second, and ``get_output``, in which it waits for the GPU;
-``host_functions_us`` the functions that it is longest in, by themselves and under Python's profiler, which makes them
-all slower. ``compiled_s`` has the Triton kernels that the engine's own thread compiled, in seconds, ours by their
-variants; vLLM 0.33 has several compiled at a time, each of which then counts what the others took too.
+activities only, which does not slow down the host.  A marker kernel before and after ``propose`` bounds the draft
+phase.  All times are medians over the iterations, in microseconds unless noted:
+
+* ``phase_us``: from the start of the first draft kernel to the end of the last; ``idle_share``: the share of this time
+  in which no kernel runs;
+* ``iteration_us``: from the start of one draft phase to the start of the next; ``iteration_busy_us``: the time in it in
+  which kernels run; ``iteration_gaps_us``: the longest gaps between kernels, with the kernels before and after;
+* ``host_us``: host time of an iteration without a profiler: the runner's two halves, ``propose``, which is part of the
+  second half, and ``get_output``, which waits for the GPU;
+* ``host_functions_us``: the functions with the most own time on the host, under Python's profiler, which slows down all
+  of them;
+* ``compiled_s``: seconds for each Triton kernel that the engine's own thread compiled, with this package's kernels by
+  variant.  vLLM 0.33 compiles several kernels at a time; the time of each then includes the others.
 """
 
 from __future__ import annotations
@@ -44,11 +48,11 @@ from vllm_eagle_mrv2.config.method import METHOD
 
 MARKER = "spin_kernel"
 NAME_LENGTH = 100
-MOST = 60  # functions of the host
+MOST = 60  # functions in host_functions_us
 
 
 class Event(NamedTuple):
-    """One kernel, copy or fill on the GPU, in nanoseconds."""
+    """One kernel, copy or fill on the GPU; times are in nanoseconds."""
 
     start: int
     end: int
@@ -56,7 +60,7 @@ class Event(NamedTuple):
 
 
 def gaps(events: list[Event]) -> Iterator[tuple[int, Event, Event]]:
-    """Nanoseconds in which no event runs, with those before and after; events come in the order of their starts."""
+    """(nanoseconds, event before, event after) of each gap in which no event runs; events are sorted by start."""
     last = events[0]
     for event in events:
         if event.start > last.end:
@@ -65,12 +69,12 @@ def gaps(events: list[Event]) -> Iterator[tuple[int, Event, Event]]:
 
 
 def busy(events: list[Event]) -> int:
-    """Nanoseconds in which at least one of the events runs; they come in the order of their starts."""
+    """Nanoseconds in which at least one event runs; events are sorted by start."""
     return max(event.end for event in events) - events[0].start - sum(gap for gap, _, _ in gaps(events))
 
 
 def phases_of(events: list[Event]) -> list[list[Event]]:
-    """What ran between the two markers of each draft phase."""
+    """The events between the two markers of each draft phase."""
     phases: list[list[Event]] = []
     inside = False
     for event in events:
@@ -84,7 +88,7 @@ def phases_of(events: list[Event]) -> list[list[Event]]:
 
 
 def summary(events: list[Event]) -> dict[str, Any]:
-    """Medians over the iterations, without those at either end, and the kernels of the middle one."""
+    """Medians over the iterations except those at both ends, and the kernels of the middle iteration."""
     phases = phases_of(events)[3:-3]
     spans = [phase[-1].end - phase[0].start for phase in phases]
     working = [busy(phase) for phase in phases]
@@ -118,10 +122,10 @@ def summary(events: list[Event]) -> dict[str, Any]:
 
 
 def own_memory() -> int:
-    """Bytes of the GPU's memory that this process holds, whatever other processes do there."""
+    """Bytes of GPU memory that this process holds, independent of other processes."""
     import torch
 
-    nvml: Any = importlib.import_module("pynvml")  # what torch.cuda.memory.list_gpu_processes needs too
+    nvml: Any = importlib.import_module("pynvml")  # torch.cuda.memory.list_gpu_processes needs it too
     nvml.nvmlInit()
     device = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
@@ -129,7 +133,7 @@ def own_memory() -> int:
 
 
 def record_capture(into: dict[str, Any]) -> None:
-    """Note the time and the memory that the capture of all graphs takes."""
+    """Record the time and the memory that the capture of all graphs takes."""
     runner: Any = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
     capture_model = runner.capture_model
 
@@ -144,7 +148,7 @@ def record_capture(into: dict[str, Any]) -> None:
 
 
 def record_compilations(into: dict[str, float]) -> None:
-    """Note how long this thread compiles Triton kernels; what others compile, nobody waits for."""
+    """Record how long this thread compiles Triton kernels; nobody waits for compilations in other threads."""
     runtime: Any = importlib.import_module("triton").knobs.runtime
     thread, began = threading.get_ident(), 0.0
 
@@ -163,7 +167,7 @@ def record_compilations(into: dict[str, float]) -> None:
 
 @contextlib.contextmanager
 def timed(owner: Any, name: str) -> Iterator[list[tuple[float, float]]]:
-    """Have every call of a method noted: when it began and when it ended, in seconds."""
+    """Record the start and the end of every call of a method, in seconds."""
     method = getattr(owner, name)
     calls: list[tuple[float, float]] = []
 
@@ -178,10 +182,10 @@ def timed(owner: Any, name: str) -> Iterator[list[tuple[float, float]]]:
 
 
 def host_times(runner: Any, output: Any, generate: Callable[[], Any]) -> dict[str, Any]:
-    """What the host does in an iteration, in microseconds: medians, and the functions that take most.
+    """Host time of an iteration in microseconds: medians of its parts, and the functions that take most.
 
     Args:
-        output: the class of what the runner's second half returns.
+        output: the class of the object that the runner's second half returns.
     """
     parts = {"execute_model": runner, "sample_tokens": runner, "propose": runner.speculator, "get_output": output}
     with contextlib.ExitStack() as stack:
@@ -217,7 +221,7 @@ def mark_phases(speculator: Any) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Start the engine, and profile it."""
+    """Start the engine and profile it."""
     method = options.family if options.method == "stock" else f"{METHOD}:{options.family}"
     os.environ |= environment(method) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -283,7 +287,7 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"), help="as in benchmarks/ab_time.py")
     options = parser.parse_args()
-    # The engine in this process logs to standard output: there, only the result is to be.
+    # The engine in this process logs to standard output, which must contain the result only.
     with os.fdopen(os.dup(1), "w") as results:
         os.dup2(2, 1)
         try:

@@ -1,14 +1,15 @@
-"""Puts what came out of one release on a GPU into benchmarks/results/h200-vllm-X.Y.Z.json.
+"""Writes the results of one release on a GPU into benchmarks/results/h200-vllm-X.Y.Z.json.
 
     python benchmarks/gpu_result.py 0.26.0 --reports gpu-0.26.0.xml --times times.jsonl --date 2026-11-21 \
         --commit d0f8278 --command 'pytest tests/gpu' [--note TEXT]
 
-The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties; of a test that is in
-several, the last counts, so a run that was cut short can be gone on with.  A test whose engine found the GPU's memory
-taken by others has not run.  The times are lines that benchmarks/ab_time.py printed; other releases are passed over.
+The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties.  If a test is in
+several reports, the last one counts, so an interrupted run can be continued.  A test counts as not run if other
+processes had taken the GPU memory that its engine needs.  The times are lines printed by benchmarks/ab_time.py; lines
+of other releases are ignored.
 
-What a file has already stays: cases measured again go to its ``earlier``, the others are told to be of its last commit;
-of the same commit as before, new pairs of engines join the old.
+Existing contents of the file are kept: replaced measurements move to ``earlier``, and the remaining ones are marked
+with the file's previous commit.  If the commit is the same, new pairs of engines are added to the existing ones.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DRAFTS = "draft_what_stock_drafts["
-NO_MEMORY = "Free memory on device"  # of vLLM, when others have taken it before an engine starts
+NO_MEMORY = "Free memory on device"  # vLLM's error if others have taken the memory before an engine starts
 SIDES = ("stock", "eagle_mrv2")
 MEASURED = (*SIDES, "ratio", "quartiles", "rounds")
 VERSIONS = ["python=3.12.3", "torch=2.11.0+cu130", "triton=3.6.0"]
@@ -37,14 +38,14 @@ BUILDS = {
 
 
 def read_reports(reports: list[Path]) -> dict[str, Any]:
-    """Counts, acceptance by family at K=3, and the figures of the draft's metadata."""
+    """Test counts, acceptance by family at K=3, and the figures of the draft's attention metadata."""
     verdicts: dict[str, str] = {}
     families: dict[str, Any] = {}
     metadata: dict[str, dict[str, float]] = {"stock": {}, "eagle_mrv2": {}}
     for report in reports:
         for case in ET.parse(report).getroot().iter("testcase"):
             name = case.get("name", "")
-            if name in ("", "internal"):  # the whole run's, where it was cut short
+            if name in ("", "internal"):  # the entry of the whole run, if it was interrupted
                 continue
             problems = [*case.iter("failure"), *case.iter("error")]
             failed = bool(problems)
@@ -69,19 +70,19 @@ def read_reports(reports: list[Path]) -> dict[str, Any]:
 
 
 def read_times(files: list[Path], release: str) -> list[dict[str, Any]]:
-    """The comparisons of a release, a line for each case."""
+    """The comparisons of a release, one line per case."""
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.startswith("{")]
     of_release = [line for line in lines if line.pop("vllm") == release]
     return joined([line | {side: [line[side]] for side in SIDES} for line in of_release])
 
 
 def case_of(line: dict[str, Any]) -> str:
-    """What a line compares, and on which code if it says so."""
+    """The case of a line: its fields that are not measurements, including the commit if it has one."""
     return json.dumps({key: value for key, value in line.items() if key not in MEASURED}, sort_keys=True)
 
 
 def joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of one case as one, of the geometric means over all their pairs of engines."""
+    """Join the lines of each case into one, with geometric means over all pairs of engines."""
     cases: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         cases.setdefault(case_of(line), []).append(line)
@@ -104,7 +105,7 @@ def _one(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def put_times(result: dict[str, Any], times: list[dict[str, Any]], commit: str) -> None:
-    """Put comparisons of a commit into a result, and keep those that they replace under ``earlier``."""
+    """Put the comparisons of a commit into a result, and keep the ones that they replace under ``earlier``."""
     for line in result["iteration_ms"]:
         line.setdefault("commit", result["commit"])
     lines = joined([*result["iteration_ms"], *(line | {"commit": commit} for line in times)])
@@ -125,7 +126,7 @@ def put_times(result: dict[str, Any], times: list[dict[str, Any]], commit: str) 
 
 
 def _place(line: dict[str, Any]) -> tuple[Any, ...]:
-    """By shape, head, K and batch size; then what had a setting; then what lacked behaviours, as it came."""
+    """Sort key: shape, head, K and batch size; lines with a setting next; lines without a behaviour last, unsorted."""
     if "without" in line:
         return (2,)
     return ("setting" in line, line["shape"], line["method"], -line["k"], line["batch"])

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""How long our kernels take on this GPU, beside what PyTorch has for the same work, as JSON lines.
+"""Times this package's kernels on this GPU against PyTorch's for the same work, as JSON lines.
 
-For attention that is FlashAttention 3 as vLLM calls it, the kernel for its schedule included; without vLLM, nothing.
+Attention is compared with FlashAttention 3 as vLLM calls it, including its scheduling kernel; without vLLM it is
+skipped.
 
     python3 benchmarks/kernel_times.py row_product argmax_keys
 
-Each line is one kernel at one shape: microseconds of ours and of PyTorch's, and for what reads weights the time that
-reading them takes at ``--bandwidth`` GB/s.  Calls run in a captured graph, each behind a small kernel, as in a draft
-step, and each on other data until more than the L2 cache has gone by; the median of nine replays counts.
+Each line is one kernel at one shape: microseconds of this package's kernel and of PyTorch's and, for kernels that read
+weights, the time to read them at ``--bandwidth`` GB/s.  Calls run in a captured graph, each after a small kernel, as in
+a draft step.  Each call uses other data until more than the L2 cache has been read.  The result is the median of nine
+replays.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 
-# Outputs and inputs of a draft's products: an EAGLE head of a 1B target, and of an 8B one.
+# (outputs, inputs) of a draft's products, for an EAGLE head of a 1B target and of an 8B target.
 PRODUCTS = {
     "1b fc": (2048, 4096),
     "1b qkv": (3072, 2048),
@@ -49,19 +51,19 @@ BATCHES = {
     f"{n} x {length}": [length] * n
     for n, length in ((1, 200), (1, 4000), (1, 32_000), (8, 200), (8, 4000), (32, 200), (32, 4000), (64, 200))
 } | {f"{n} x 200 and 1 x 32000": [200] * n + [32_000] for n in (7, 31)}
-"""Lengths of the requests that attention is for."""
-PASSED_BY = 300e6  # bytes of data between two calls on the same, several times an L2 cache
+"""Name of a batch -> lengths of its requests, for attention."""
+PASSED_BY = 300e6  # bytes between two calls on the same data, several times an L2 cache
 REPLAYS = 9
 
 Work = Callable[[], Any]
 Cases = Iterator[tuple[str, list[Work], list[Work], int]]
-"""Name, calls of ours, calls of PyTorch's, bytes of the weights."""
+"""(name, calls of this package's kernel, calls of PyTorch's, bytes of the weights)."""
 
 
 def microseconds(calls: list[Work], scratch: torch.Tensor) -> float:
-    """Of one call, with the small kernel before it."""
+    """Microseconds of one call, including the small kernel before it."""
     for call in calls[:2]:
-        call()  # compiles, and lets libraries choose
+        call()  # compiles, and lets libraries select their kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -79,14 +81,14 @@ def microseconds(calls: list[Work], scratch: torch.Tensor) -> float:
 
 
 def copies_of(*shape: int) -> list[torch.Tensor]:
-    """Tensors of bfloat16, as many as it takes to go past the cache."""
+    """bfloat16 tensors of a shape, as many as exceed the L2 cache."""
     size = torch.Size(shape).numel() * 2
     count = max(2, int(PASSED_BY // size) + 1)
     return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(min(count, 100))]
 
 
 def row_products() -> Cases:
-    """Of a single row, with each of a draft's weights."""
+    """Products of a single row with each of a draft's weights."""
     for name, (outputs, width) in PRODUCTS.items():
         row, weights = torch.randn(width, device="cuda", dtype=torch.bfloat16), copies_of(outputs, width)
         yield (
@@ -98,7 +100,7 @@ def row_products() -> Cases:
 
 
 def gated_products() -> Cases:
-    """The same for a row's gates and their factors, beside our product and PyTorch's activation behind it."""
+    """Gated products of a single row, against `row_product` followed by PyTorch's activation."""
 
     def apart(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         gate, up = row_product(row, weight).chunk(2)
@@ -116,7 +118,7 @@ def gated_products() -> Cases:
 
 
 def few_rows(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Cases:
-    """The same for a few rows with a wide head, of two functions of rows and weights."""
+    """Products of a few rows with a wide head, by two functions of rows and weights."""
     for outputs, width in ((128_256, 2048), (128_256, 4096), (32_000, 4096)):
         weights = copies_of(outputs, width)
         for num_rows in (2, 8, 16, 32):
@@ -130,12 +132,12 @@ def few_rows(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Cases:
 
 
 def argmax_of_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """PyTorch's product, and our argmax of each row behind it."""
+    """PyTorch's product, followed by this package's argmax of each row."""
     return argmax_keys(F.linear(rows, weight))
 
 
 def sampled() -> Cases:
-    """The same for greedy drafts where vLLM 0.20 samples: without their logits, or out of PyTorch's product."""
+    """Greedy drafts on vLLM 0.20, which samples them: without stored logits, against PyTorch's product."""
     zeros, temperature = torch.zeros(MAX_ROWS, device="cuda", dtype=torch.int64), torch.zeros(1, device="cuda")
 
     def drafts(rows: torch.Tensor, weight: torch.Tensor, *, ours: bool) -> torch.Tensor:
@@ -147,7 +149,7 @@ def sampled() -> Cases:
 
 
 def argmaxes() -> Cases:
-    """The same for greedy drafts; logits come from the cache, so that bytes say nothing."""
+    """Argmax of greedy drafts; the logits are in the L2 cache, so the bytes are given as 0."""
     for rows in (1, 8, 32):
         for width in (32_000, 128_256):
             logits = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
@@ -155,11 +157,11 @@ def argmaxes() -> Cases:
 
 
 def attentions(*, writes: bool, turns: bool = False) -> Cases:
-    """The same for one token a request, with 32 heads over 8 of keys and values in pages of 16 tokens.
+    """Attention of one token per request, with 32 query heads and 8 KV heads in pages of 16 tokens.
 
     Args:
-        writes: the tokens' own keys and values are yet to be written, for which vLLM has a kernel.
-        turns: these and the queries are yet to be turned by RoPE, for which it has one as well.
+        writes: whether the keys and values of the tokens must still be written, for which vLLM has a kernel.
+        turns: whether RoPE must still be applied to keys and queries, for which vLLM has another kernel.
     """
     if find_spec("vllm") is None:
         return
@@ -181,7 +183,7 @@ def attentions(*, writes: bool, turns: bool = False) -> Cases:
         keys_and_values = torch.randn(2, len(of), kv_heads, width, device="cuda", dtype=torch.bfloat16)
         own = (*keys_and_values, slots) if writes else ()
         cos_sin = torch.ones(max(of), width, device="cuda", dtype=torch.bfloat16)
-        cos_sin[:, width // 2 :] = 0  # turned again in each call, in place
+        cos_sin[:, width // 2 :] = 0  # each call rotates them again, in place
         angles = {"positions": last, "cos_sin": cos_sin} if turns else {}
         mine = (query, table, lengths)
         all_of = (*mine, starts, max(of))

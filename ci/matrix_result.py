@@ -1,9 +1,9 @@
-"""What came out of one release in ci/matrix.sh.
+"""Prints or records the results of one release in ci/matrix.sh.
 
     python ci/matrix_result.py REPORT.xml                      print the counts of pytest's report
-    python ci/matrix_result.py REPORT.xml --record DEMO.json   and write them and the demo's to benchmarks/results
+    python ci/matrix_result.py REPORT.xml --record DEMO.json   also write them and the demo's to benchmarks/results
 
-Recording runs in the environment that the tests ran in: the release is the one that it finds there.
+Recording must run in the environment of the tests: it records the vLLM release that is installed there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
 def read_counts(report: Path) -> dict[str, int]:
-    """The counts of a JUnit report; a test that could not be set up has failed.
+    """The counts of a JUnit report; a test that could not be set up counts as failed.
 
     Raises:
-        OSError, ET.ParseError: pytest did not come to its end.
+        OSError, ET.ParseError: pytest did not finish.
     """
     suites = list(ET.parse(report).getroot().iter("testsuite"))
     tests, failures, errors, skipped = (
@@ -36,7 +36,7 @@ def read_counts(report: Path) -> dict[str, int]:
 
 
 def family_result(report: dict[str, Any]) -> dict[str, Any]:
-    """The demo's report on a family in the form of benchmarks/results/README.md, without its times."""
+    """The demo's report on a family in the format of benchmarks/results/README.md, without its times."""
     sides = {side: report[side] for side in ("stock", "eagle_mrv2")}
     counted = (
         "speculator_class",
@@ -55,7 +55,7 @@ def family_result(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def result(counts: dict[str, int], demo: dict[str, Any], run: str, seconds: int) -> dict[str, Any]:
-    """The whole result, as benchmarks/results/README.md describes it."""
+    """The whole result in the format of benchmarks/results/README.md."""
     release = version("vllm").partition("+")[0]
     form = "the tests marked smoke" if run.endswith(":short") else "the tests of engine, releases and unit"
     notes = [
@@ -81,7 +81,7 @@ def result(counts: dict[str, int], demo: dict[str, Any], run: str, seconds: int)
 
 
 def main() -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, metavar="REPORT.xml")
     parser.add_argument("--record", type=Path, metavar="DEMO.json", help="what the demo printed with --json")

@@ -2,9 +2,9 @@
 
     python tools/constraints.py 0.2.0 --output dist/constraints
 
-``pip install -c vllm-0.26.txt vllm-eagle-mrv2`` then moves vLLM to no other minor release, whatever else the command
-installs.  The supported minor releases are those that the extra ``vllm`` of pyproject.toml admits, which a unit test
-compares with the adapters; torch and Triton are those of a recorded GPU run.  Needs Python 3.11.
+``pip install -c vllm-0.26.txt vllm-eagle-mrv2`` then keeps vLLM on this minor release, whatever else it installs.  The
+supported minor releases are those that the extra ``vllm`` of pyproject.toml admits; a unit test compares them with the
+adapters.  The torch and Triton versions are those of a recorded GPU run.  Needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def supported_minors(project: Mapping[str, Any]) -> list[str]:
 
 
 def recorded_versions(minor: str, results: Path = RESULTS) -> dict[str, str]:
-    """Versions of torch and Triton in the GPU runs of a minor release; empty where there is none."""
+    """Versions of torch and Triton in the GPU runs of a minor release; empty if there is no run."""
     versions: dict[str, str] = {}
     for file in sorted(results.glob(f"*-vllm-{minor}.*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))["versions"]
@@ -45,7 +45,7 @@ def recorded_versions(minor: str, results: Path = RESULTS) -> dict[str, str]:
 
 
 def constraints(project: Mapping[str, Any], version: str, minor: str, results: Path = RESULTS) -> str:
-    """The text of one file."""
+    """The text of one constraints file."""
     lines = [
         f"# {project['name']} {version} beside vLLM {minor}.x:",
         f"#     pip install -c vllm-{minor}.txt {project['name']}=={version}",
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("version", type=Version, help="of this package")
     parser.add_argument("--output", type=Path, default=ROOT / "constraints", help="folder for vllm-0.NN.txt")
     options = parser.parse_args(arguments)
-    tomllib = import_module("tomllib")  # not on Python 3.10, for which types are checked
+    tomllib = import_module("tomllib")  # not in Python 3.10, for which types are checked
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     options.output.mkdir(parents=True, exist_ok=True)
     for minor in supported_minors(project):

@@ -1,7 +1,7 @@
-"""Writes the generated sections of README.md and docs/: what the code says of itself, and what was measured.
+"""Writes the generated sections of README.md and docs/ from the code and the recorded results.
 
     python tools/readme_tables.py            rewrite them
-    python tools/readme_tables.py --check    exit with 1 and the names of those that are stale
+    python tools/readme_tables.py --check    name the stale sections, and exit with 1 if there are any
 
 A section stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``.
 """
@@ -35,7 +35,7 @@ HEADLINES = (
     "1b eagle, K=7, batch 32",
     "8b eagle3, K=5, batch 1",
 )
-"""Cases that are shown for every release, with their spread."""
+"""Cases that are shown for every release, with their quartiles."""
 GAINS = (
     "1b eagle, K=3, batch 1",
     "1b eagle, K=7, batch 1",
@@ -43,7 +43,7 @@ GAINS = (
     "8b eagle3, K=5, batch 1",
     "8b eagle3, K=3, batch 32",
 )
-"""The few cases that the README shows."""
+"""The cases that the README shows."""
 PACKAGES = {
     "0.1.0": ("0.26", "0.32"),
     "0.2.0": tuple(f"0.{minor}" for minor in (20, *range(22, 34))),
@@ -53,13 +53,13 @@ PLACES = ("H200", "H100", "CPU engine")
 
 
 class Strict(BaseModel):
-    """A misspelt field is an error."""
+    """A model that rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Tests(Strict):
-    """How a run of pytest ended."""
+    """The counts of one pytest run."""
 
     passed: int
     failed: int
@@ -73,14 +73,14 @@ class Tests(Strict):
 
 
 class Acceptance(Strict):
-    """Mean accepted length of stock's drafts and of ours."""
+    """Mean accepted length with the stock speculator and with ``eagle_mrv2``."""
 
     stock: float | None
     eagle_mrv2: float | None
 
 
 class FamilyResult(BaseModel):
-    """What a family gave; fields of no concern here are let through."""
+    """The result of one draft family; fields that are not used here are ignored."""
 
     equal: bool
     equal_to: Literal["no speculation", "stock"] = "no speculation"
@@ -88,7 +88,7 @@ class FamilyResult(BaseModel):
 
 
 class Iteration(Strict):
-    """Milliseconds per engine iteration; ratio with its quartiles over the rounds of benchmarks/ab_time.py."""
+    """Milliseconds per engine iteration, and their ratio with quartiles over the rounds of benchmarks/ab_time.py."""
 
     shape: str
     method: str
@@ -105,7 +105,7 @@ class Iteration(Strict):
 
     @property
     def case(self) -> str:
-        """What was measured, for a row of a table, but for the batch size."""
+        """The measured case without its batch size, as the label of a table row."""
         return ", ".join([f"{self.shape} {self.method}", f"K={self.k}", *([self.setting] if self.setting else [])])
 
     def __str__(self) -> str:
@@ -114,9 +114,9 @@ class Iteration(Strict):
 
 
 class DraftMetadata(Strict):
-    """Builds of the draft's metadata for each of the target's, and the longest sequence that they were made for.
+    """Builds of the draft's attention metadata per build of the target's, and their maximum sequence length.
 
-    None where neither side builds any.
+    ``max_seq_len`` is None if neither side builds any.
     """
 
     draft_prefill_builds: float
@@ -125,7 +125,7 @@ class DraftMetadata(Strict):
 
 
 class Result(Strict):
-    """One file of benchmarks/results; its README says what the fields mean."""
+    """One file of benchmarks/results, whose README describes the fields."""
 
     vllm: str
     where: str
@@ -142,11 +142,11 @@ class Result(Strict):
 
 
 class Stale(Exception):
-    """README.md or a result is not what it should be; one line for the user."""
+    """A page or a result is invalid; one line for the user."""
 
 
 def read_results(folder: Path = RESULTS) -> dict[str, list[Result]]:
-    """Release -> its results, in the order of their files."""
+    """Release -> its results, in the order of their file names."""
     results: dict[str, list[Result]] = {}
     for file in sorted(folder.glob("*.json")):
         try:
@@ -162,7 +162,7 @@ def read_results(folder: Path = RESULTS) -> dict[str, list[Result]]:
 
 
 def releases() -> list[str]:
-    """The release that stands for each supported minor: the recorded one, else its first."""
+    """One release for each supported minor: the recorded one, or else its first."""
     by_minor = {_minor(release): release for release in recorded()}
     minors = sorted((series for adapter in all_releases() for series in adapter.series), key=Version)
     return [by_minor.get(minor, f"{minor}.0") for minor in minors]
@@ -173,12 +173,12 @@ def _minor(release: str) -> str:
 
 
 def supported_section() -> str:
-    """One sentence."""
+    """One sentence with the supported releases."""
     return f"For stock vLLM {supported()}."
 
 
 def compatibility_section() -> str:
-    """Which version of the package supports a release, and where the tests ran on it."""
+    """The package versions that support each release, and where its tests passed."""
     columns = releases()
     results = read_results()
     rows = [
@@ -202,7 +202,7 @@ def _verdict(runs: list[Result], place: str) -> str:
 
 
 def gains_section() -> str:
-    """What a person gains on the releases that most of these cases were timed on."""
+    """Speedups in the cases of the README, on the releases with more than two of them measured."""
     rows: dict[str, dict[str, Iteration]] = {case: {} for case in GAINS}
     for release, runs in _by_release():
         cases = {f"{one.case}, batch {one.batch}": one for one in _timed(runs) if not one.without}
@@ -232,7 +232,7 @@ def behaviours_section() -> str:
 
 
 def fixes_section() -> str:
-    """Who mends each fault on each release."""
+    """Who fixes each defect on each release."""
     columns = releases()
     rows = [
         [
@@ -251,13 +251,13 @@ def fixes_section() -> str:
 
 
 def patches_section() -> str:
-    """What is replaced, on which releases, and what would end it."""
+    """Every patch: its target, releases, purpose and the upstream change that would end it."""
     rows = [[f"`{patch.target}`", patch.releases or "all", patch.what, patch.why, patch.until] for patch in PATCHES]
     return _table(["target", "vLLM", "what the patch does", "why", "until"], rows, "---")
 
 
 def results_section() -> str:
-    """Where each release ran and what came out."""
+    """The test runs of each release and their results."""
     results = read_results()
     rows = []
     for release in sorted({*releases(), *results}, key=Version):
@@ -297,7 +297,7 @@ def _acceptance(run: Result) -> str:
 
 
 def speed_section() -> str:
-    """The headlines, and what was timed with a setting of its own."""
+    """Timings of the headline cases, and of the cases with a special setting."""
     rows: dict[str, dict[str, Iteration]] = {}
     for release, runs in read_results().items():
         for one in _timed(runs):
@@ -312,14 +312,14 @@ def speed_section() -> str:
 
 
 def batches_section() -> str:
-    """What was timed on the releases that were at three batch sizes or more."""
+    """Ratios by batch size, on the releases measured at three batch sizes or more."""
     timed: dict[str, dict[tuple[str, int], Iteration]] = {}
     for release, runs in _by_release():
         cases = {(one.case, one.batch): one for one in _timed(runs) if not (one.without or one.setting)}
         if len({batch for _, batch in cases}) > 2:
             timed[release] = cases
     rows: dict[str, dict[str, str]] = {}
-    # Rows stand in the order of the release that was timed in most cases.
+    # The release with the most cases decides the order of the rows.
     for of_release in sorted(timed.values(), key=len, reverse=True):
         for case, batch in of_release:
             ratios = [f"{cases[case, batch].ratio:.2f}" if (case, batch) in cases else "-" for cases in timed.values()]
@@ -328,7 +328,7 @@ def batches_section() -> str:
 
 
 def alone_section() -> str:
-    """What each behaviour gains: ours without it / ours."""
+    """The gain of each behaviour: time of ``eagle_mrv2`` without it / time of ``eagle_mrv2``."""
     rows: dict[str, dict[str, Iteration]] = {}
     for release, runs in read_results().items():
         for one in _timed(runs):
@@ -339,7 +339,7 @@ def alone_section() -> str:
 
 
 def _by_release() -> list[tuple[str, list[Result]]]:
-    """The results, from the oldest release on."""
+    """(release, its results), oldest release first."""
     return sorted(read_results().items(), key=lambda item: Version(item[0]))
 
 
@@ -385,7 +385,7 @@ SECTIONS: Sections = {
     "gains": gains_section,
     "compatibility": compatibility_section,
 }
-"""Those of the README."""
+"""The sections of the README."""
 PAGES: Mapping[Path, Sections] = {
     README: SECTIONS,
     DOCS / "behaviours.md": {"behaviours": behaviours_section},
@@ -405,10 +405,10 @@ PAGES: Mapping[Path, Sections] = {
 
 
 def rewrite(text: str, sections: Sections = SECTIONS) -> tuple[str, list[str]]:
-    """The text with its sections made anew, and the names of those that were stale.
+    """The text with its sections regenerated, and the names of the sections that were stale.
 
     Raises:
-        Stale: a section has no place in the text, or a place has no section.
+        Stale: a section has no markers in the text, or markers name no section.
     """
     marked = re.findall(r"<!-- generated: (\S+) -->", text)
     if sorted(marked) != sorted(sections):

@@ -1,16 +1,17 @@
 """Records the coupling surface of a vLLM release from its Python sources, without importing or running them.
 
     python tools/record_surface.py 0.26.0            download the stock wheel, write its surface into the package
-    python tools/record_surface.py --all             the same for every release that is recorded
-    python tools/record_surface.py --drift 0.34.0    print what an adapter must take up for that release
+    python tools/record_surface.py --all             the same for every recorded release
+    python tools/record_surface.py --drift 0.34.0    print the changes that an adapter for that release must handle
     python tools/record_surface.py --diff A B        print what differs between two records, symbol by symbol
 
-Recording says what its adapter lacks there, as ``doctor`` does, or prints the drift where no adapter covers it.
-``--drift`` and ``--diff`` exit with 1 where something changed. Sources at hand spare the download: ``--wheel FILE``,
-``--source DIR`` (the folder that holds vllm/), or ``--source-root DIR`` (one such folder a release, its name ending in
-the release).
+Recording also prints what the release's adapter lacks, as ``doctor`` does, or the drift if no adapter covers the
+release.  ``--drift`` and ``--diff`` exit with 1 if something changed.  Local sources replace the download:
+``--wheel FILE``, ``--source DIR`` (the folder that contains vllm/), or ``--source-root DIR`` (with one such folder for
+each release, whose name ends in the release).
 
-Which symbols: `vllm_eagle_mrv2.releases.all_required_symbols`. Form of an entry: `vllm_eagle_mrv2.releases.surface`.
+`vllm_eagle_mrv2.releases.all_required_symbols` lists the symbols; `vllm_eagle_mrv2.releases.surface` documents the form
+of an entry.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Recorder:
         self._code: dict[str, str] = {}
 
     def record(self, version: str, symbols: Iterable[Symbol]) -> dict[str, Any]:
-        """The surface as the JSON object to write. What the release lacks is listed under ``missing``."""
+        """The surface as a JSON object; symbols that the release lacks are listed under ``missing``."""
         entries: dict[str, Any] = {}
         missing = set()
         for symbol in symbols:
@@ -77,7 +78,7 @@ class Recorder:
         return {"vllm_version": version, "symbols": entries, "missing": sorted(missing)}
 
     def find(self, module: str, name: str) -> dict[str, Any] | None:
-        """Describe ``name`` of ``module``, or None where there is no such thing."""
+        """Describe ``name`` in ``module``; None if it does not exist."""
         here: Found | None = self._module_found(module)
         *path, last = name.split(".")
         for part in path:
@@ -92,11 +93,11 @@ class Recorder:
 
     @functools.cache  # noqa: B019 - one recorder lives as long as the script
     def modules(self) -> list[tuple[str, str]]:
-        """Every module under ``vllm`` with its text."""
+        """(name, text) of every module under ``vllm``."""
         return [(".".join(path), file.read_text(encoding="utf-8")) for path, file in _python_files(self._root / "vllm")]
 
     def names_in(self, module: str, owner: str) -> list[str]:
-        """What a module, or the class ``owner`` of it with its bases, defines."""
+        """The names that a module defines, or its class ``owner`` including bases."""
         here: Found | None = self._module_found(module)
         for part in owner.split(".") if owner else ():
             here = self._step(here, part)
@@ -119,7 +120,7 @@ class Recorder:
         return self._modules[name]
 
     def _load(self, name: str) -> griffe.Module | None:
-        """Parse one file. Its packages are empty shells: relative imports resolve and nothing else is read."""
+        """Parse one file.  Its packages are empty: relative imports resolve, and nothing else is read."""
         parent: griffe.Module | None = None
         *packages, last = name.split(".")
         for package in packages:
@@ -158,7 +159,7 @@ class Recorder:
         return Found(member)
 
     def _resolve(self, path: str) -> Found | None:
-        """The thing at an absolute dotted path: the longest prefix that is a module, then its members."""
+        """The definition at an absolute dotted path: the longest prefix that is a module, then its members."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             here = self._module_found(".".join(parts[:length]))
@@ -217,7 +218,7 @@ def _python_files(folder: Tree, path: tuple[str, ...] = ("vllm",)) -> Iterator[t
 
 
 def _assigned_on_self(tree: ast.AST) -> set[str]:
-    """Names ``x`` of every assignment to ``self.x`` in the tree, whichever method makes it."""
+    """Names ``x`` of all assignments to ``self.x`` in the tree, in any method."""
     return {
         node.attr
         for node in ast.walk(tree)
@@ -235,7 +236,7 @@ def _base_path(base: griffe.Expr | str) -> str:
 
 
 def _fields(body: ast.ClassDef) -> dict[str, Role]:
-    """The annotated names of a class body and what each is to a generated constructor; class variables left out."""
+    """The annotated names of a class body, without class variables, and the role of each in a generated constructor."""
     return {
         node.target.id: _role(node.value)
         for node in body.body
@@ -266,9 +267,10 @@ def _parameters(function: griffe.Function, skip: int) -> dict[str, Any]:
 
 
 def download(version: str, folder: Path) -> Path:
-    """Fetch the stock wheel of a release with this interpreter's pip, for Linux x86-64 whatever this machine is.
+    """Download the stock Linux x86-64 wheel of a release with this interpreter's pip, on any machine.
 
-    Raises FileNotFoundError where pip, which says why, gets none.
+    Raises:
+        FileNotFoundError: pip, which prints the reason, finds no wheel.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", "3.12"]
@@ -280,7 +282,7 @@ def download(version: str, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def sources(version: str, options: argparse.Namespace) -> Iterator[Tree]:
-    """The tree that holds vllm/ of a release: the one at hand, else that of a downloaded wheel."""
+    """The tree that contains vllm/ of a release: local sources, or else a downloaded wheel."""
     with tempfile.TemporaryDirectory() as scratch:
         if options.source_root is not None:
             root: Tree = _source_folder(options.source_root, version)
@@ -299,7 +301,7 @@ def _source_folder(root: Path, version: str) -> Path:
 
 
 def record(version: str, options: argparse.Namespace) -> None:
-    """Write the record of one release; print what its adapter lacks there or, where no adapter covers it, its drift."""
+    """Write the record of one release; print what its adapter lacks or, if no adapter covers it, the drift."""
     with sources(version, options) as root:
         recorder = Recorder(root)
         surface = recorder.record(version, all_required_symbols())
@@ -318,7 +320,7 @@ def record(version: str, options: argparse.Namespace) -> None:
 
 
 def print_drift(surface: dict[str, Any], recorder: Recorder, options: argparse.Namespace) -> bool:
-    """Compare a release with the newest recorded one before it; returns whether something changed."""
+    """Compare a release with the newest recorded one before it; return whether something changed."""
     version = surface["vllm_version"]
     known = _last_known(version, options.out)
     if known is None:
@@ -345,7 +347,7 @@ def _last_known(version: str, folder: Path) -> Path | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("version", nargs="?", help="the vLLM release to record")

@@ -1,4 +1,4 @@
-"""What changed from one recorded surface to another, and what it means for the adapter of the older one."""
+"""Compares two recorded surfaces, and tells what the changes mean for the adapter of the older one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Tree(Protocol):
     """The sources of the newer release."""
 
     def find(self, module: str, name: str) -> dict[str, Any] | None:
-        """Describe a symbol, or None where there is none."""
+        """Describe a symbol; None if it does not exist."""
 
     def modules(self) -> Iterable[tuple[str, str]]:
-        """Every module under ``vllm`` with its text."""
+        """(name, text) of every module under ``vllm``."""
 
     def names_in(self, module: str, owner: str) -> Iterable[str]:
-        """What a module, or a class of it, defines; a class's bases count."""
+        """The names that a module defines, or one of its classes including bases."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One difference; ``breaks`` tells those that the adapter cannot be right with from those to have a look at."""
+    """One difference; ``breaks`` marks changes that break the adapter, the others only need a look."""
 
     key: str
     what: str
@@ -42,12 +42,12 @@ class Change:
 
 
 def diff(old: Surface, new: Surface) -> list[str]:
-    """The drift from one recorded surface to another, a line for each change."""
+    """The drift from one recorded surface to another, one line per change."""
     return [str(change) for change in changes(old, new, old["symbols"].keys() | new["symbols"].keys())]
 
 
 def changes(old: Surface, new: Surface, keys: Iterable[str]) -> list[Change]:
-    """The same for some symbols only, in their alphabetical order."""
+    """The changes of the given symbols, in alphabetical order."""
     found: list[Change] = []
     for key in sorted(set(keys)):
         before, after = old["symbols"].get(key), new["symbols"].get(key)
@@ -66,7 +66,7 @@ def _compare(key: str, before: Entry, after: Entry) -> Iterator[Change]:
     for what in ("bases", "parameters", "fields"):
         both = (before, after)
         if what == "fields" and all(one.get("fields") == one.get("parameters") for one in both):
-            continue  # a dataclass: said once, as its parameters
+            continue  # a dataclass: reported once, as its parameters
         yield from _list_changes(key, what, before, after)
     for name in before.get("defaults", []):
         if name in after.get("parameters", []) and name not in after.get("defaults", []):
@@ -87,20 +87,21 @@ def _list_changes(key: str, what: str, before: Entry, after: Entry) -> Iterator[
         yield Change(key, f"reordered {what}: ({', '.join(old)}) -> ({', '.join(new)})", breaks=callable_)
 
 
-# For the maintainer who takes up a release
+# For the maintainer who adds a release
 
 
 def drift(old: Surface, new: Surface, needed: Sequence[Symbol], tree: Tree, *, covered: bool) -> list[Change]:
-    """What changed of the symbols that an adapter needs; of a symbol that is gone, where it may be now.
+    """The changes of the symbols that an adapter needs, with guesses where removed symbols are now.
 
-    What ``doctor`` finds lacking breaks. Where no adapter covers the newer release yet, so does what may not fit.
+    A symbol that ``doctor`` reports as missing or changed breaks the adapter.  If no adapter covers the newer release
+    yet, a change that may not fit counts as breaking too.
 
     Args:
         old: the record of the release that the adapter knows.
         new: the record of the newer one.
         needed: the adapter's symbols on the newer one.
         tree: the sources of the newer one.
-        covered: whether the adapter is for the newer one, too.
+        covered: whether the adapter covers the newer one as well.
     """
     symbols = {symbol.key: symbol for symbol in needed}
     lacking = {finding.symbol.key: finding for finding in check_recorded(needed, new) if not finding.ok}
@@ -121,13 +122,13 @@ def drift(old: Surface, new: Surface, needed: Sequence[Symbol], tree: Tree, *, c
 
 
 def _unused(symbol: Symbol, what: str) -> bool:
-    """Whether a change is the loss of a parameter that the adapter never gave."""
+    """Whether a change removes a parameter that the adapter never passed."""
     removed = re.fullmatch(r"removed parameter (\S+)", what)
     return removed is not None and symbol.parameters is not None and removed[1] not in symbol.parameters
 
 
 def _replaced(before: Entry, after: Entry) -> list[str]:
-    """Parameters that gave way to as many others in the same place: renamed, it may be."""
+    """Hints on parameters that were replaced by as many others in the same place, and may have been renamed."""
     old, new = before.get("parameters", []), after.get("parameters", [])
     steps = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     pairs = [
@@ -144,7 +145,7 @@ def _replaced(before: Entry, after: Entry) -> list[str]:
 
 
 def whereabouts(symbol: Symbol, before: Entry, tree: Tree, old: Surface) -> list[str]:
-    """Guesses, the best first: the same name in another module, else in another class, else a like name."""
+    """Guesses, best first: the same name in another module, else in another class, else a similar name."""
     top, _, member = symbol.name.rpartition(".")
     moved = [
         f"moved to {module}:{symbol.name}"
@@ -168,7 +169,7 @@ def whereabouts(symbol: Symbol, before: Entry, tree: Tree, old: Surface) -> list
 
 
 def _named_like(name: str, before: Entry, tree: Tree) -> list[str]:
-    """Functions or classes anywhere in the sources whose name is nearly that of a lost one."""
+    """Functions or classes anywhere in the sources with nearly the name of a removed one."""
     matcher = SequenceMatcher(autojunk=False)
     matcher.set_seq2(name)
     scored = []
@@ -191,7 +192,7 @@ def _defines(text: str, name: str) -> bool:
 
 
 def _alike(symbol: Symbol, owner: str, before: Entry, tree: Tree, old: Surface) -> list[str]:
-    """Neighbours of a lost symbol that take the same parameters or are named like it."""
+    """Neighbours of a removed symbol with the same parameters or a similar name."""
     scored = []
     for name in tree.names_in(symbol.module, owner):
         path = f"{owner}.{name}" if owner else name
@@ -210,7 +211,7 @@ def _alike(symbol: Symbol, owner: str, before: Entry, tree: Tree, old: Surface) 
 
 
 def explain(found: list[Change], heading: str, total: int) -> str:
-    """The drift as text: what breaks the adapter first, then what to have a look at."""
+    """The drift as text: first the changes that break the adapter, then those that need a look."""
     lines = [heading]
     breaks = {change.key for change in found if change.breaks}
     for title, keys in (

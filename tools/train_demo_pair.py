@@ -1,9 +1,9 @@
 """Train the demo pair: a small Llama target, an EAGLE head and an EAGLE-3 head.
 
-The three checkpoints are small enough to be kept in the repository, and load in stock vLLM. They are trained on the
-English prose that ships with Python (PSF licence): the language reference in ``pydoc_data.topics``, docstrings of
-the standard library, and Python's LICENSE. Both heads are trained on the rollout that they run at inference: step 1
-reads the target's features, each later step reads the head's own output of the step before.
+The three checkpoints are small enough for the repository, and load in stock vLLM. They are trained on the English
+prose that ships with Python (PSF licence): the language reference in ``pydoc_data.topics``, docstrings of the standard
+library, and Python's LICENSE. Both heads are trained on the rollout that they run at inference: step 1 reads the
+target's features, and each later step reads the head's own output of the previous step.
 
     python tools/train_demo_pair.py --out vllm_eagle_mrv2/demo_pair
 
@@ -42,18 +42,18 @@ DOCSTRING_MODULES = """
     textwrap threading traceback unittest/case urllib/parse
 """
 DRAFT_VOCAB_SIZE = 1024
-# The target stops early: trained to the end it knows its small corpus by heart, and what it then writes after a prompt
-# that was held out is beyond what a head of one layer can foresee.
+# Training of the target stops early. Trained to the end, it memorizes its small corpus, and a head of one layer cannot
+# predict its continuations of held-out prompts.
 TARGET_STEPS, TARGET_LEARNING_RATE = 170, 1.5e-2
 HEAD_STEPS, HEAD_LEARNING_RATE = 3500, 4e-3
-# EAGLE-3 reads the residual stream after this many layers of the target. vLLM's own choice needs at least seven layers
-# to be three different ones, and the stream after the last layer is not captured by every release.
+# EAGLE-3 reads the residual stream after this many layers of the target. vLLM's default gives three different layers
+# only for at least seven layers, and not every release captures the stream after the last layer.
 AUX_LAYER_IDS = (1, 2, 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of the target, under their names in config.json; a head has the same but for its one layer."""
+    """Sizes of the target, under their names in config.json; a head has the same sizes and one layer."""
 
     vocab_size: int = 2048
     hidden_size: int = 192
@@ -89,7 +89,7 @@ def docstrings(tree: ast.AST) -> Iterator[str]:
 
 
 def load_documents() -> list[str]:
-    """Every document of the corpus in a fixed order; a paragraph is kept where it occurs first."""
+    """All documents of the corpus in a fixed order; repeated paragraphs are kept at their first occurrence only."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     sources = [topics[name] for name in sorted(topics)]
     sources += [
@@ -107,7 +107,7 @@ def load_documents() -> list[str]:
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE that puts BOS in front of every text."""
+    """Train a byte-level BPE that puts BOS before every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -144,7 +144,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class DecodeCache:
-    """Attention of one layer during generation: a causal prefill, then one token a call."""
+    """Attention of one layer during generation: a causal prefill, then one token per call."""
 
     def __init__(self) -> None:
         self.past: tuple[Tensor, Tensor] | None = None
@@ -158,10 +158,10 @@ class DecodeCache:
 
 
 class RolloutCache:
-    """Attention of a head while every position of a sequence starts a draft of its own.
+    """Attention of a head when every position of a sequence starts its own draft.
 
     Row i of the first call is the draft prefill at position i. Row i of a later call is a later step of the draft
-    that started there: it sees the prefill up to i, and of the later steps only its own.
+    that started there: it attends to the prefill up to i, and to the later steps of its own draft only.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class RolloutCache:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding, halves rotated against each other; x [B, N, T, C], positions [T]."""
+    """Apply RoPE in the NeoX style (rotated halves); x [B, N, T, C], positions [T]."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = positions[:, None].float() * frequencies
@@ -231,7 +231,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer. The layer of an EAGLE head has no input norm; that of an EAGLE-3 head also reads embeddings."""
+    """A Llama layer. In an EAGLE head it has no input norm; in an EAGLE-3 head it also reads embeddings."""
 
     def __init__(self, shape: Shape, input_norm: bool = True, reads_embeddings: bool = False) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class Target(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """EAGLE: regresses the target's final hidden states and borrows its embedding and output matrix."""
+    """EAGLE: regresses the target's final hidden states, and shares its embedding and output matrix."""
 
     draft_ids: Tensor
 
@@ -307,7 +307,7 @@ class EagleHead(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """EAGLE-3: reads three residual streams of the target, predicts over its own draft vocabulary, draft_ids [D]."""
+    """EAGLE-3: reads three residual streams of the target and predicts over its own draft vocabulary, draft_ids [D]."""
 
     draft_ids: Tensor
 
@@ -342,7 +342,7 @@ Head = EagleHead | Eagle3Head
 def train(
     model: nn.Module, loss_of_batch: Callable[[], Tensor], name: str, steps: int, peak_lr: float, seconds: float
 ) -> None:
-    """Update ``model`` ``steps`` times or for ``seconds``: the learning rate is zero at what comes first."""
+    """Update ``model`` for ``steps`` updates or ``seconds``, whichever ends first; the learning rate is then zero."""
     parameters = dict(model.named_parameters())
     matrices = [n for n, p in parameters.items() if p.ndim == 2 and not n.startswith(("embed_tokens", "lm_head"))]
     others = [p for n, p in parameters.items() if n not in matrices]
@@ -368,14 +368,14 @@ def train(
             optimizer.zero_grad()
         if step % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}")
-    # The checkpoints are stored in bfloat16: what comes next must see the rounded weights.
+    # The checkpoints are stored in bfloat16: the next training must use the rounded weights.
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     model.requires_grad_(False)
 
 
 def sample_windows(stream: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """[count, length] random windows of the token stream, each with BOS in front"""
+    """Random windows [count, length] of the token stream, each starting with BOS."""
     starts = torch.randint(len(stream) - length, (count, 1), generator=generator)
     windows = stream[starts + torch.arange(length)]
     windows[:, 0] = BOS_ID
@@ -388,10 +388,10 @@ def target_loss(target: Target, tokens: Tensor) -> Tensor:
 
 
 def rollout(target: Target, head: Head, tokens: Tensor, depth: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Draft ``depth`` tokens from every position of tokens [B, T], as the engine does where all of them are accepted.
+    """Draft ``depth`` tokens from every position of tokens [B, T], as the engine does if all of them are accepted.
 
     Step k reads token i + k and yields, for i in [0, T - depth): the head's features and logits, and the target's
-    final hidden states [B, T - depth, H] at i + k, which its features are to match.
+    final hidden states [B, T - depth, H] at i + k, which the features should match.
     """
     with torch.no_grad():
         hidden, aux = target(tokens)
@@ -405,7 +405,7 @@ def rollout(target: Target, head: Head, tokens: Tensor, depth: int) -> Iterator[
 
 
 def head_loss(target: Target, head: Head, tokens: Tensor, depth: int) -> Tensor:
-    """Cross entropy with the target's own distribution at every step, later steps weighted less."""
+    """Cross entropy with the target's own distribution at every step; later steps have less weight."""
     loss = torch.zeros((), device=tokens.device)
     for k, (features, logits, hidden) in enumerate(rollout(target, head, tokens, depth)):
         with torch.no_grad():
@@ -425,7 +425,7 @@ def head_loss(target: Target, head: Head, tokens: Tensor, depth: int) -> Tensor:
 
 @torch.inference_mode()
 def generate(target: Target, prompts: Tensor, length: int, sampled: Tensor, generator: torch.Generator) -> Tensor:
-    """Continue prompts [B, P] to [B, length]; row b samples sampled[b] new tokens, and is greedy from there."""
+    """Continue prompts [B, P] to [B, length]; row b samples sampled[b] new tokens, and is then greedy."""
     caches = [DecodeCache() for _ in target.layers]
     tokens, new = prompts, prompts
     for step in range(length - prompts.shape[1]):
@@ -438,7 +438,7 @@ def generate(target: Target, prompts: Tensor, length: int, sampled: Tensor, gene
 
 @torch.inference_mode()
 def measure(target: Target, head: Head, prompts: list[list[int]], new_tokens: int = 64, depth: int = 3) -> list[float]:
-    """Share of drafts accepted at each of ``depth`` positions, walking greedy texts as the engine does."""
+    """Share of drafts accepted at each of ``depth`` positions over greedy texts, as the engine counts it."""
     device = head.fc.weight.device
     accepted: list[int] = []
     for prompt in prompts:
@@ -482,13 +482,13 @@ def write_json(path: Path, value: object) -> None:
 
 
 def save_model(folder: Path, model: nn.Module, config: dict[str, object], prefix: str = "") -> None:
-    """Write config.json and model.safetensors, floating point tensors as bfloat16."""
+    """Write config.json and model.safetensors, with floating point tensors as bfloat16."""
     tensors = {
         prefix + name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in model.state_dict().items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    # Not save_file: its file is readable by its owner only.
+    # Not save_file, which makes files that only the owner can read.
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     write_json(folder / "config.json", config)
 
@@ -555,7 +555,7 @@ def main() -> None:
         save_model(args.out / "target", target, config, prefix="model.")
         write_json(args.out / "prompts.json", prompts)
 
-    # Half of the texts leave the corpus with sampled tokens, as a held-out prompt does, before they turn greedy.
+    # Half of the texts start with sampled tokens, which leave the corpus as held-out prompts do, and then turn greedy.
     texts = []
     for _ in tqdm(range(args.texts // 64), desc="texts"):
         prompt = sample_windows(stream, 64, 24, generator).to(device)

@@ -8,8 +8,8 @@ _loaded = False
 def register() -> None:
     """Install the patches into vLLM.
 
-    vLLM calls this once in every one of its processes, before it builds a configuration.  It is cheap, may be called
-    again, imports nothing of vLLM's and changes nothing for an engine that does not ask for ``eagle_mrv2``.
+    vLLM calls this in each of its processes before it builds a configuration.  The call is cheap, may be repeated, does
+    not import vLLM and changes nothing for an engine that does not ask for ``eagle_mrv2``.
     """
     global _loaded
     if _loaded:

@@ -1,4 +1,4 @@
-"""The command ``vllm-eagle-mrv2``: a folder or file for each subcommand.  None imports vLLM for ``--help``."""
+"""The command ``vllm-eagle-mrv2``, with a folder or file for each subcommand; ``--help`` never imports vLLM."""
 
 from __future__ import annotations
 

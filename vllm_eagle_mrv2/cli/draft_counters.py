@@ -18,7 +18,7 @@ def read_counters(llm: Any) -> Counters:
 
 
 def counted_since(before: Counters, llm: Any) -> dict[str, Any]:
-    """What was counted since a reading, under the names that vLLM gives it."""
+    """The counts since an earlier reading, under vLLM's names."""
     counters = {
         name: [now - then for now, then in zip(values, before.get(name, [0] * len(values)), strict=True)]
         for name, values in read_counters(llm).items()

@@ -1,9 +1,8 @@
-"""An engine in a process of its own: the command's side of it, and the frame of the worker's side.
+"""Runs an engine in its own process: the command's side, and the main loop of the worker's side.
 
-Every engine gets a process, so that none inherits another's memory, graphs or counters.  Jobs go in on the worker's
-stdin, one JSON object a line.  What happens comes out on a pipe of its own: for each job any number of
-``{"tokens": n}`` while it generates, then ``{"result": ...}`` or ``{"error": text}``.  stdout and stderr are vLLM's
-log.
+Each engine has its own process and inherits no memory, graphs or counters of another.  Jobs arrive on the worker's
+stdin, one JSON object per line.  Events leave on a separate pipe: for each job any number of ``{"tokens": n}`` during
+generation, then ``{"result": ...}`` or ``{"error": text}``.  stdout and stderr carry vLLM's log.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vllm_eagle_mrv2.config.method import is_ours
 
 OnTokens = Callable[[int], None]
 _SHUTDOWN_SECONDS = 30
-# Where an engine core or one of its workers dies, the error that arrives here only points at the log.
+# If an engine core or one of its workers dies, the error that arrives here only refers to the log.
 _POINTER = "root cause"
 _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception): .*")
 
@@ -39,35 +38,35 @@ def environment(method: str | None, **defaults: str) -> dict[str, str]:
     """The environment of a worker whose engine drafts with ``method``, on Model Runner V2.
 
     Args:
-        method: as in the speculative configuration; None for no speculation.
-        defaults: variables that yield to those that are set.
+        method: the method in the speculative configuration; None for no speculation.
+        defaults: variables to set unless the environment sets them already.
     """
     variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # greedy decoding does not need it, and it compiles for minutes
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not needed for greedy decoding, and it compiles for minutes
         **defaults,
         **os.environ,
         "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "PYTHONSAFEPATH": "1",  # a folder named vllm in the working directory is not the installed vLLM
+        "PYTHONSAFEPATH": "1",  # ignores a folder named vllm in the working directory
     }
     if is_ours(method):
-        del variables["VLLM_USE_V2_MODEL_RUNNER"]  # ours asks for it by itself
-        variables.pop(kill_switch.VARIABLE, None)  # or stock would run under our name
+        del variables["VLLM_USE_V2_MODEL_RUNNER"]  # eagle_mrv2 selects it by itself
+        variables.pop(kill_switch.VARIABLE, None)  # or the stock method would run under the name eagle_mrv2
     return variables
 
 
 class EngineProcess:
-    """A worker's process, as a context: nothing of it is left afterwards."""
+    """A worker's process as a context manager, which ends all its processes on exit."""
 
     def __init__(self, module: str, name: str, variables: dict[str, str], verbose: bool) -> None:
         """Start ``python -m module``.
 
         Args:
-            module: a module whose `main` is `serve`.
-            name: what the engine is called in messages: "the engine with ... failed".
-            variables: the process's environment.
-            verbose: let vLLM's log through to stderr.
+            module: a module that calls `serve` when it is run.
+            name: the name of the engine in messages: "the engine with ... failed".
+            variables: the environment of the process.
+            verbose: show vLLM's log on stderr.
         """
         self._name, self._verbose = name, verbose
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -84,7 +83,7 @@ class EngineProcess:
             text=True,
         )
         os.close(sink)
-        # Engine cores are processes of their own, which hold the pipe open: without their worker they end too.
+        # Engine cores are separate processes that hold the pipe open; they are ended after their worker.
         self._reaper = threading.Thread(target=self._reap, daemon=True)
         self._reaper.start()
 
@@ -101,17 +100,17 @@ class EngineProcess:
         self._log.close()
 
     def send(self, job: BaseModel) -> None:
-        """Hand a job to the worker, without waiting for its result."""
+        """Send a job to the worker without waiting for its result."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `receive` says why
+        with suppress(BrokenPipeError):  # `receive` reports the cause
             self._process.stdin.write(job.model_dump_json() + "\n")
             self._process.stdin.flush()
 
     def receive(self, on_tokens: OnTokens = lambda tokens: None) -> Any:
-        """Wait for the result of the job sent first; the fields of the model that the worker answered with.
+        """Wait for the result of the earliest unanswered job; return the fields of the worker's answer.
 
         Raises:
-            CommandError: the engine failed; the message says why, as far as its last words do.
+            CommandError: the engine failed; the message gives the cause as far as the log tells it.
         """
         for line in self._events:
             event = json.loads(line)
@@ -124,12 +123,12 @@ class EngineProcess:
         raise self._failure(None)
 
     def ask(self, job: BaseModel, on_tokens: OnTokens = lambda tokens: None) -> Any:
-        """`send`, then `receive`."""
+        """Send a job and wait for its result."""
         self.send(job)
         return self.receive(on_tokens)
 
     def keep_to(self, cores: Collection[int]) -> None:
-        """Have all processes and threads of the engine, and those that they start from now on, run on these cores."""
+        """Restrict all processes and threads of the engine, and those that they start later, to these cores."""
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._process.pid)
             for process in (root, *root.children(recursive=True)):
@@ -176,10 +175,10 @@ def _ending(status: int | None) -> str:
 
 
 def serve(answer: Callable[[str, OnTokens], BaseModel]) -> int:
-    """Answer jobs from stdin until there are no more or one fails; events go to the descriptor in ``argv[1]``.
+    """Answer jobs from stdin until there are no more or one fails; write events to the descriptor in ``argv[1]``.
 
     Args:
-        answer: (a job's JSON, what to call with the number of tokens generated so far) -> its result.
+        answer: (JSON of a job, callback for the number of tokens generated so far) -> result of the job.
     """
     with os.fdopen(int(sys.argv[1]), "w", buffering=1, encoding="utf-8") as events:
 

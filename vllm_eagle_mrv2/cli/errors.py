@@ -1,4 +1,4 @@
-"""How a command ends that cannot do what it was asked for."""
+"""The error that ends a command, and how it is printed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 class CommandError(Exception):
-    """One line for the user.  The exit code is 1 for what failed, 2 for a command that cannot start as asked."""
+    """One line for the user.  The exit code is 1 for a failure, 2 for a command that cannot start as asked."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -14,5 +14,5 @@ class CommandError(Exception):
 
 
 def print_error(console: Console, error: object) -> None:
-    """Print an error as one line, however long."""
+    """Print an error as one line, without wrapping."""
     console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

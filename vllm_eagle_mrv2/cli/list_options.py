@@ -8,10 +8,10 @@ from typer.core import TyperCommand
 
 
 class ListOptionsCommand(TyperCommand):
-    """A command without arguments of its own: bare words belong to the option with several values before them."""
+    """A command without positional arguments: bare words are values of the preceding list option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give every value an option of its own, which is the form that click knows."""
+        """Repeat the option before each of its values, which is the form that click accepts."""
         names = {name for option in self.params if getattr(option, "multiple", False) for name in option.opts}
         return super().parse_args(ctx, expand(args, names))
 
@@ -24,7 +24,7 @@ def expand(arguments: list[str], names: set[str]) -> list[str]:
         names: the options that take several values.
     """
     expanded: list[str] = []
-    current: str | None = None  # the option that bare words belong to
+    current: str | None = None  # the option that bare words are values of
     for argument in arguments:
         name, _, joined = argument.partition("=")
         if argument.startswith("-"):

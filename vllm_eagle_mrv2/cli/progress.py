@@ -10,12 +10,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 OnProgress = Callable[[int], None]
 Track = Callable[[str, int], OnProgress]
-"""(name of a run, how much it has to do at most) -> what to call with what is done so far."""
+"""(name of a run, maximum amount of work) -> callback for the work done so far."""
 
 
 @contextmanager
 def progress(console: Console, live: bool, quiet: bool) -> Iterator[Track]:
-    """Progress bars on a terminal; elsewhere one line as each run starts, unless quiet."""
+    """Show progress bars on a terminal; elsewhere print one line as each run starts, unless quiet."""
     if not (live and console.is_terminal):
 
         def announce(name: str, total: int) -> OnProgress:
@@ -30,7 +30,7 @@ def progress(console: Console, live: bool, quiet: bool) -> Iterator[Track]:
     with Progress(*columns, console=console, expand=True, refresh_per_second=4) as bars:
 
         def finish_all() -> None:
-            for task in bars.tasks:  # a text may end before max_tokens
+            for task in bars.tasks:  # a request may end before max_tokens
                 bars.update(task.id, completed=task.total)
 
         def add(name: str, total: int) -> OnProgress:

@@ -1,6 +1,6 @@
-"""``vllm-eagle-mrv2 rank-vocab``: which tokens a text is made of, for the option ``draft_vocab``.
+"""``vllm-eagle-mrv2 rank-vocab``: ranks tokens by their frequency in text files, for the option ``draft_vocab``.
 
-Exit codes: 0, the ranking is written; 1, the files hold nothing to rank; 2, it could not be started as asked.
+Exit codes: 0, the ranking is written; 1, the files contain no text; 2, the command could not be started as asked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 from vllm_eagle_mrv2.cli.errors import CommandError, print_error
 from vllm_eagle_mrv2.config.vocab_ranking import Ranking
 
-# Where JSON lines of the usual data sets and logs have their text; looked for at any depth (messages, choices).
+# Keys of the text in common data sets and logs (JSON lines), at any depth (messages, choices).
 _TEXT_KEYS = frozenset({"text", "content", "value", "prompt", "completion", "response", "output", "answer"})
 _CHUNK_CHARACTERS = 1 << 16
 _BATCH = 64
@@ -53,16 +53,16 @@ def rank_vocab(
 
 
 def rank(tokenizer: Any, name: str, files: Iterable[Path], console: Console) -> Ranking:
-    """Count the tokens of files.
+    """Rank the tokens of a tokenizer by their frequency in files.
 
     Args:
-        tokenizer: of transformers.
-        name: what to call it in the ranking.
+        tokenizer: a transformers tokenizer.
+        name: its name in the ranking.
         files: texts, read as a stream.
-        console: gets a progress bar for each file.
+        console: shows a progress bar for each file.
 
     Raises:
-        CommandError: no text, or a line that is not JSON.
+        CommandError: a file contains no text, or a line is not JSON.
     """
     counts: Counter[int] = Counter()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -76,7 +76,7 @@ def rank(tokenizer: Any, name: str, files: Iterable[Path], console: Console) -> 
             if counts.total() == before:
                 fields = f" in the fields {', '.join(sorted(_TEXT_KEYS))}" if file.suffix == ".jsonl" else ""
                 raise CommandError(f"{file} holds no text{fields}.", 1)
-    # A draft must be able to end a text, or a turn of a chat, whatever the corpus was.
+    # Special tokens come first: a draft must be able to end a text or a chat turn, whatever the corpus was.
     special = sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
     frequent = sorted(
         (token for token in counts if token not in set(special)), key=lambda token: (-counts[token], token)
@@ -87,7 +87,7 @@ def rank(tokenizer: Any, name: str, files: Iterable[Path], console: Console) -> 
 
 
 def _coverage(tokens: tuple[int, ...], counts: Counter[int], vocab_size: int) -> dict[int, float]:
-    """Size -> share of the corpus, for the powers of two below the vocabulary's size that the ranking reaches."""
+    """Size -> share of the corpus, for the largest powers of two below the vocabulary size that the ranking reaches."""
     largest = (vocab_size - 1).bit_length() - 1
     sizes = [1 << power for power in range(max(0, largest - _COVERED_SIZES + 1), largest + 1)]
     return {
@@ -117,7 +117,7 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def _chunks(text: IO[str]) -> Iterator[str]:
-    """Pieces of bounded length, cut where a line or at least a word ends."""
+    """Chunks of bounded length, cut at the end of a line or at least of a word."""
     rest = ""
     while read := text.read(_CHUNK_CHARACTERS):
         rest += read

@@ -1,1 +1,1 @@
-"""What the user asked for, and what their checkpoints say."""
+"""The user's settings, and what the checkpoints say about themselves."""

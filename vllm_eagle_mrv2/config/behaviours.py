@@ -1,4 +1,4 @@
-"""The named behaviours of the drafter, most of which can be switched off for a measurement."""
+"""The named behaviours of the drafter; most of them can be switched off for a measurement."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Behaviour(str, Enum):
 
     @property
     def summary(self) -> str:
-        """One line of what it does and the upstream changes that it follows."""
+        """One line: what the behaviour does, and the upstream changes that it follows."""
         return _SUMMARIES[self]
 
 
@@ -48,7 +48,7 @@ SWITCHES = frozenset(Behaviour) - {
     Behaviour.DYNAMIC_DRAFT_LENGTH,
     Behaviour.DRAFT_ENFORCE_EAGER,
 }
-"""Behaviours that ``disable`` takes; without the others a defect of vLLM's would be back."""
+"""Behaviours that ``disable`` accepts; switching off any other would bring back a defect of vLLM."""
 
 BEYOND_STOCK = frozenset(
     {
@@ -61,7 +61,7 @@ BEYOND_STOCK = frozenset(
         Behaviour.SINGLE_TOKEN_ATTENTION,
     }
 )
-"""Behaviours that the newest release's own speculator lacks too."""
+"""Behaviours that even the newest vLLM release's own speculator lacks."""
 
 _SUMMARIES = {
     Behaviour.DRAFT_LOGITS_IN_REPLAY: "draft logits of every step are stored, in a replayed graph too (#37639)",

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its configuration, as its files have it and as vLLM reads it, and its tensors."""
+"""Reads a checkpoint: its configuration, both as stored and as vLLM interprets it, and its tensor names."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, NoReturn, get_args
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 _READS_FILES = ("auto", "hf", "safetensors", "mistral", "pt")
-"""Load formats of vLLM's that read the files of a folder as published."""
-_MTP_LAYERS = "n_predict"  # how vLLM's rule calls their number, whatever the checkpoint does
+"""vLLM load formats that read the files of a folder as published."""
+_MTP_LAYERS = "n_predict"  # vLLM's name for their number, whatever the checkpoint calls it
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How configurations are read, of local folders and of hub models; the fields are those of vLLM's arguments."""
+    """Reads the configurations of local folders and hub models; the fields mirror vLLM's engine arguments."""
 
     trust_remote_code: bool = False
     config_format: str = "auto"
     hf_token: bool | str | None = None
 
     def config(self, model: str, revision: str | None = None) -> Mapping[str, Any]:
-        """``config.json`` as it is, or what vLLM makes of Mistral's ``params.json`` where there is none.
+        """``config.json`` as stored or, where there is none, vLLM's translation of Mistral's ``params.json``.
 
         Raises:
             EagleMRV2Error: the configuration cannot be read.
@@ -36,14 +36,14 @@ class Reader:
             config, _ = PretrainedConfig.get_config_dict(model, revision=revision, token=self.hf_token)
         except (OSError, ValueError) as error:
             return self._mistral(model, revision) or _unreadable(model, error)
-        except (TypeError, AttributeError):  # transformers trips over some JSON that is no object
+        except (TypeError, AttributeError):  # transformers fails on some JSON that is not an object
             config = None
         if not isinstance(config, dict):
             raise EagleMRV2Error(f"config.json of {model} is not a JSON object; download the checkpoint again.")
         return config or self._mistral(model, revision) or _unreadable(model, "it has no config.json")
 
     def draft_config(self, model: str, revision: str | None = None) -> Any:
-        """The configuration that vLLM gives a draft, by its own rule for drafts that lie inside of targets.
+        """The configuration that vLLM gives a draft, with its own override for drafts stored inside targets.
 
         Raises:
             EagleMRV2Error: vLLM cannot read the configuration.
@@ -61,7 +61,7 @@ class Reader:
         return self._by_vllm(model, revision)
 
     def has_mtp_layers(self, model: str, revision: str | None = None) -> bool:
-        """Whether this release of vLLM sees MTP layers in a checkpoint.
+        """Whether the installed vLLM finds MTP layers in a checkpoint.
 
         Raises:
             EagleMRV2Error: vLLM cannot read the configuration.
@@ -80,7 +80,7 @@ class Reader:
                 hf_overrides_fn=override,
                 token=self.hf_token,
             )
-        except Exception as error:  # whatever vLLM, transformers or the checkpoint's own code raise
+        except Exception as error:  # anything that vLLM, transformers or the checkpoint's own code raises
             _unreadable(model, error)
 
     def _mistral(self, model: str, revision: str | None) -> Mapping[str, Any] | None:
@@ -92,7 +92,7 @@ class Reader:
 
 
 def is_mtp(draft_config: Any) -> bool:
-    """Whether a draft's configuration, as `Reader.draft_config` has it, is of a kind that vLLM drafts for as MTP."""
+    """Whether vLLM drafts with a model as MTP, judging by its configuration from `Reader.draft_config`."""
     from vllm.config.speculative import MTPModelTypes
 
     return draft_config.model_type in get_args(MTPModelTypes) and getattr(draft_config, _MTP_LAYERS, None) != 0
@@ -110,10 +110,10 @@ def check_weights(model: str, load_format: str) -> None:
 
 
 def tensor_names(model: str) -> frozenset[str] | None:
-    """Names of the tensors in a local safetensors checkpoint; None where there is none to look into.
+    """Names of the tensors in a local safetensors checkpoint; None where there is no such file.
 
     Raises:
-        EagleMRV2Error: a file that is not what it is called, such as the pointer that git-lfs leaves.
+        EagleMRV2Error: a file is not safetensors despite its name, for example a git-lfs pointer.
     """
     folder = Path(model)
     index = folder / "model.safetensors.index.json"

@@ -1,6 +1,6 @@
 """Fits a draft's configuration to its target while the engine is configured, before any process builds the draft.
 
-vLLM pickles the configuration into every worker, so that each builds the same.
+vLLM pickles the configuration into every worker, so every worker builds the same draft.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from packaging.version import Version
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 _GROWING_TABLE = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
-"""Types of RoPE of which ``max_position_embeddings`` says how many rows the table has, and nothing else."""
+"""RoPE types for which ``max_position_embeddings`` sets the number of rows in the table and nothing else."""
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _USUAL_LAYERS = 3
 
 
 def fit_to_target(config: Any, release: Version) -> None:
-    """Give a draft the positions of its target, and have it built for as many of the target's layers as it combines.
+    """Give a draft as many positions as its target, and the number of auxiliary hidden states that it combines.
 
     Args:
         config: vLLM's ``SpeculativeConfig``, changed in place.
-        release: of vLLM.
+        release: the vLLM release.
 
     Raises:
-        EagleMRV2Error: the release cannot serve the draft so, with the cause and the remedy.
+        EagleMRV2Error: the release cannot serve the draft this way; the message has the cause and the remedy.
     """
     _fit_positions(config, release)
     if config.method == "eagle3":
@@ -36,7 +36,7 @@ def fit_to_target(config: Any, release: Version) -> None:
 
 
 def takes_auxiliary_states(config: Any) -> bool:
-    """Whether a draft starts from hidden states of some layers of its target, and not from the last one's alone."""
+    """Whether a draft takes auxiliary hidden states of several target layers, not only those of the last layer."""
     return config.method == "eagle3" and bool(_eagle_config(config).get("use_aux_hidden_state", True))
 
 
@@ -45,7 +45,7 @@ def _eagle_config(config: Any) -> Mapping[str, Any]:
 
 
 def _fit_positions(config: Any, release: Version) -> None:
-    """As vLLM does for EAGLE from 0.27 on (#48894, #49343), and for MTP from 0.33 on (#57941)."""
+    """Extend the draft's positions as vLLM does: EAGLE from 0.27 on (#48894, #49343), MTP from 0.33 on (#57941)."""
     draft, needed = config.draft_model_config, config.target_model_config.max_model_len
     ropes = _ropes(draft.hf_text_config)
     if ropes.keys() <= _GROWING_TABLE:
@@ -55,7 +55,7 @@ def _fit_positions(config: Any, release: Version) -> None:
         return
     longest = max(draft.max_model_len, getattr(draft.hf_text_config, "max_position_embeddings", None) or 0)
     rows = min(_rows(rope, longest) for rope in ropes.values())
-    if rows < needed and release < Version("0.33"):  # which lowers max_model_len
+    if rows < needed and release < Version("0.33"):  # 0.33 lowers max_model_len
         raise EagleMRV2Error(
             f"the draft {config.model} has positions for {rows} tokens, to which its RoPE of type "
             f"{', '.join(sorted(ropes.keys() - _GROWING_TABLE))} is bound, and max_model_len is {needed}; "
@@ -64,7 +64,7 @@ def _fit_positions(config: Any, release: Version) -> None:
 
 
 def _ropes(hf_config: Any) -> dict[str, Mapping[str, Any]]:
-    """Parameters of RoPE by its type; layers may differ in it."""
+    """RoPE parameters by RoPE type; layers may use different types."""
     named = (getattr(hf_config, name, None) for name in ("rope_parameters", "rope_scaling"))
     given: Mapping[str, Any] = next((each for each in named if each and isinstance(each, Mapping)), {})
     by_layer_type = [each for each in given.values() if isinstance(each, Mapping)]
@@ -72,14 +72,14 @@ def _ropes(hf_config: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _rows(rope: Mapping[str, Any], longest: int) -> int:
-    """How many positions are in the table of a RoPE."""
+    """How many positions the table of a RoPE has."""
     original = rope.get("original_max_position_embeddings")
     is_yarn = "yarn" in str(rope.get("rope_type", rope.get("type")))
     return int(original * rope["factor"]) if is_yarn and original else longest
 
 
 def _fit_auxiliary_layers(config: Any, release: Version) -> None:
-    """The runner looks for the layers at one place of the configuration, and the draft's model for their number."""
+    """Check the auxiliary layers; store their ids for the runner and their number for the draft model."""
     draft, eagle_config = config.draft_model_config.hf_config, _eagle_config(config)
     if not takes_auxiliary_states(config):
         if config.target_parallel_config.pipeline_parallel_size > 1 and release < Version("0.33"):
@@ -116,11 +116,11 @@ def _fit_auxiliary_layers(config: Any, release: Version) -> None:
 
 
 def _states_in_checkpoint(folder: Path, draft: Any) -> int | None:
-    """How many hidden states ``fc`` combines in a local checkpoint; None where it does not say."""
+    """How many hidden states ``fc`` combines in a local checkpoint; None if its shape does not tell."""
     from safetensors import SafetensorError, safe_open
 
     width = getattr(draft, "target_hidden_size", None) or draft.hidden_size
-    with contextlib.suppress(SafetensorError, OSError):  # whoever loads it says more
+    with contextlib.suppress(SafetensorError, OSError):  # loading the draft reports the cause
         for file in folder.glob("*.safetensors"):
             with safe_open(file, framework="np") as checkpoint:
                 for name in sorted(checkpoint.keys()):

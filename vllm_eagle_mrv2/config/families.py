@@ -1,4 +1,4 @@
-"""The method's name, and the families of drafts that it knows."""
+"""The method's name, and the draft families that it supports."""
 
 from __future__ import annotations
 

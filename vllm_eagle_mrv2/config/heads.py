@@ -1,7 +1,7 @@
-"""What a draft is, told from its configuration and its tensors and never from its path.
+"""Detects the family of a draft from its configuration and tensors, never from its path.
 
-What vLLM itself accepts on Model Runner V2 is the measure.  Whether a checkpoint has MTP layers is for its own rule to
-say, which differs from release to release; EAGLE heads say it themselves, or look like it.
+A draft is accepted if vLLM itself accepts it on Model Runner V2.  vLLM's own rule, which differs between releases,
+decides whether a checkpoint has MTP layers.  EAGLE heads declare themselves, or are recognized by their contents.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from vllm_eagle_mrv2.config.checkpoints import Reader, is_mtp, tensor_names
 from vllm_eagle_mrv2.config.families import METHOD, Family
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
-# An EAGLE-1 head is published under the architecture of its target, so a whole model and a head look alike but for
-# their depth.  No published head has more layers than this.
+# An EAGLE-1 head is published under the architecture of its target, so only its depth tells it from a whole model.
+# No published head has more layers than this.
 _MAX_HEAD_LAYERS = 4
-# Drafts of other kinds: a part of their architecture or model type, what they are, vLLM's method for them.
+# Drafts of other kinds: (part of the architecture or model type, description, vLLM's method for them).
 _OTHER_KINDS = (
     ("dflash", "a DFlash draft", "dflash"),
     ("dspark", "a DSpark draft", "dspark"),
@@ -27,7 +27,7 @@ _OTHER_KINDS = (
 )
 _NAMES: Mapping[Family, str] = {"eagle": "an EAGLE-1 head", "eagle3": "an EAGLE-3 head", "mtp": "an MTP head"}
 _PER_CENT_PADDED = 1
-"""How far two sizes of one vocabulary are apart at most: models pad it to different multiples."""
+"""Largest difference in per cent between two sizes of one vocabulary: models pad it to different multiples."""
 
 
 def detect_family(model: str | None, target: str, revision: str | None = None, reader: Reader | None = None) -> Family:
@@ -37,7 +37,7 @@ def detect_family(model: str | None, target: str, revision: str | None = None, r
         model: path or hub name of the draft; None stands for MTP layers inside the target.
         target: path or hub name of the target.
         revision: revision of the draft on the hub.
-        reader: how vLLM is told to read configurations.
+        reader: reads configurations with the options that vLLM was given.
 
     Raises:
         EagleMRV2Error: the checkpoint cannot be read, or it is neither an EAGLE nor an MTP head.
@@ -71,7 +71,7 @@ def detect_family(model: str | None, target: str, revision: str | None = None, r
 
 
 def check_forced(family: Family, model: str, revision: str | None = None, reader: Reader | None = None) -> None:
-    """Refuse a family that the draft surely is not of; what cannot be read is left to vLLM.
+    """Refuse a family that the draft certainly does not belong to; unreadable checkpoints are left to vLLM.
 
     Raises:
         EagleMRV2Error: with the cause and the remedy.
@@ -87,7 +87,7 @@ def check_forced(family: Family, model: str, revision: str | None = None, reader
 
 
 def check_fit(speculative_config: Any) -> None:
-    """Refuse a draft that does not fit its target, by the configurations that vLLM has made of both.
+    """Refuse a draft that does not fit its target, judging by vLLM's configurations of both.
 
     Args:
         speculative_config: vLLM's ``SpeculativeConfig``.
@@ -119,7 +119,7 @@ def check_fit(speculative_config: Any) -> None:
 
 
 def _refuse_other_kinds(model: str, config: Mapping[str, Any], forced: Family | None = None) -> None:
-    """Name a draft that is neither EAGLE nor MTP, and vLLM's method for it."""
+    """Refuse a draft that is neither EAGLE nor MTP, naming its kind and vLLM's method for it."""
     from vllm.config.speculative import SpeculativeMethod
 
     names = [name.lower().replace("_", "") for name in _self_descriptions(config)]
@@ -137,7 +137,7 @@ def _refuse_other_kinds(model: str, config: Mapping[str, Any], forced: Family | 
 
 
 def _declared(config: Mapping[str, Any], tensors: Iterable[str] | None) -> Family | None:
-    """The family of an EAGLE head that says so in its architecture, in its model type or by tensors of no other."""
+    """The family of an EAGLE head whose architecture, model type or unique tensors declare it."""
     names = [name.lower() for name in _self_descriptions(config)]
     if "speculators_model_type" in config:
         names = [str(config["speculators_model_type"])]
@@ -151,11 +151,11 @@ def _declared(config: Mapping[str, Any], tensors: Iterable[str] | None) -> Famil
 
 
 def _likely(config: Mapping[str, Any], tensors: Iterable[str] | None) -> Family | None:
-    """The family of an EAGLE head that is published under the architecture of its target."""
+    """The likely family of an EAGLE head that is published under the architecture of its target."""
     if any(config.get(key) for key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config")):
         return "eagle3"
     if tensors is not None:
-        joins = (["fc", "weight"], ["eagle_linear", "weight"])  # of embedding and hidden state; the latter Mistral's
+        joins = (["fc", "weight"], ["eagle_linear", "weight"])  # join embedding and hidden state; the second is Mistral
         return "eagle" if any(name.split(".")[-2:] in joins for name in tensors) else None
     layers = config.get("num_hidden_layers")
     is_head = isinstance(layers, int) and not _is_deep(layers)

@@ -1,6 +1,6 @@
-"""The operator's kill switch: with ``EAGLE_MRV2_DISABLE=1`` stock vLLM drafts where ``eagle_mrv2`` was asked for.
+"""The operator's kill switch: with ``EAGLE_MRV2_DISABLE=1`` stock vLLM drafts instead of ``eagle_mrv2``.
 
-Only the method is translated.  Neither a supported release of vLLM nor valid options are needed for that.
+Only the method is translated.  This needs neither a supported vLLM release nor valid options.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_on() -> bool:
     """Whether the operator has switched ``eagle_mrv2`` off.
 
     Raises:
-        EagleMRV2Error: a value that is neither on nor off.
+        EagleMRV2Error: the value is neither on nor off.
     """
     value = os.environ.get(VARIABLE, "")
     word = value.strip().lower()
@@ -38,15 +38,15 @@ def is_on() -> bool:
 
 
 def stock_config(speculative_config: Mapping[str, Any], target: str, reader: Reader) -> dict[str, Any]:
-    """The same speculative configuration with stock's method and the same head; a WARNING says it once.
+    """The same speculative configuration with the stock method and the same head; logs one WARNING.
 
     Args:
         speculative_config: the user's configuration, with ``eagle_mrv2`` as method.
         target: path or hub name of the target model.
-        reader: how vLLM is told to read configurations.
+        reader: reads configurations with the options that vLLM was given.
 
     Raises:
-        EagleMRV2Error: as `translate` does.
+        EagleMRV2Error: as for `translate`.
     """
     translated, settings = translate(speculative_config, target, Options(), reader)
     _announce(settings.family)

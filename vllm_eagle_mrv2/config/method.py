@@ -1,8 +1,8 @@
 """The method ``eagle_mrv2`` in a speculative configuration.
 
-vLLM switches on the name of the method in a hundred places, and its schema admits no other names.  So the name is
-translated into the stock one (``eagle``, ``eagle3`` or ``mtp``) before vLLM sees it, and a `Settings` rides on the
-resulting configuration as the marker that our speculator was asked for.
+vLLM branches on the name of the method in a hundred places, and its schema admits no other names.  The name is
+therefore translated into the stock one (``eagle``, ``eagle3`` or ``mtp``) before vLLM sees it.  A `Settings` attached
+to the resulting configuration marks that this package's speculator was asked for.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ MARKER = "_eagle_mrv2_request"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asked for; it is pickled with the configuration into every engine and worker process."""
+    """What the user asked for; pickled with the configuration into every engine and worker process."""
 
     family: Family
     options: Options
     enforce_eager: bool = False
-    """The user's own ``enforce_eager`` for the draft; vLLM sets the field on its configuration by itself, too."""
+    """The user's own ``enforce_eager`` for the draft; vLLM also sets this field of its configuration by itself."""
     kept_tokens: KeptTokens | None = None
-    """What ``draft_vocab`` keeps; None drafts from the whole vocabulary."""
+    """The tokens that ``draft_vocab`` keeps; None drafts from the whole vocabulary."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in another process, which then checks its workers even where it did not load the plugin."""
+        """Unpickle in another process; that process then checks its workers even if it did not load the plugin."""
         from vllm_eagle_mrv2 import patches
 
         self.__dict__.update(state)
@@ -46,7 +46,7 @@ class Settings:
 
 
 def settings_of(marked: object) -> Settings | None:
-    """The settings that ride on a ``SpeculativeConfig`` or on the speculator made for it; None is stock's."""
+    """The settings attached to a ``SpeculativeConfig`` or to the speculator made for it; None if it is stock."""
     settings = getattr(marked, "__dict__", {}).get(MARKER)
     return settings if isinstance(settings, Settings) else None
 
@@ -57,28 +57,30 @@ def mark(marked: object, settings: Settings) -> None:
 
 
 def canonical(method: str) -> str:
-    """A method's name as `names` spells it; ``Eagle-MRV2`` is ours as well."""
+    """A method's name as `names` spells it; ``Eagle-MRV2`` is accepted as well."""
     return method.lower().replace("-", "_")
 
 
 def is_ours(method: object) -> bool:
-    """Whether a method's name is ``eagle_mrv2``, with a forced family or without."""
+    """Whether a method's name is ``eagle_mrv2``, with or without a forced family."""
     return isinstance(method, str) and canonical(method).partition(":")[0] == METHOD
 
 
 def names() -> tuple[str, ...]:
-    """Every spelling of the method that a user can write."""
+    """Every name of the method that a user can write."""
     return (METHOD, *(f"{METHOD}:{family}" for family in FAMILIES))
 
 
 def parse_short_form(text: str) -> dict[str, Any] | None:
     """``method=eagle_mrv2,model=PATH,num_speculative_tokens=3`` as a dictionary.
 
-    Values are read as JSON where they are JSON (numbers, true, false, null) and as text otherwise.  Returns None
-    where the text is not this form, so that vLLM's own parser has its say.
+    Values are read as JSON where possible (numbers, true, false, null) and as text otherwise.
+
+    Returns:
+        the dictionary, or None if the text does not have this form; vLLM's own parser then reads it.
 
     Raises:
-        EagleMRV2Error: an item of a short form without a ``=``.
+        EagleMRV2Error: an item of the short form has no ``=``, or a key appears twice.
     """
     if "=" not in text.split(",", 1)[0] or text.lstrip().startswith(("{", "[")):
         return None
@@ -110,17 +112,17 @@ def parse_short_form(text: str) -> dict[str, Any] | None:
 def translate(
     speculative_config: Mapping[str, Any], target: str, options: Options, reader: Reader | None = None
 ) -> tuple[dict[str, Any], Settings]:
-    """Turn a speculative configuration with our method into the stock one and the settings for it.
+    """Translate a speculative configuration for ``eagle_mrv2`` into the stock one and its settings.
 
     Args:
-        speculative_config: the user's configuration, ``method`` being ours.
-        target: path or hub name of the target model; an MTP head may live in it.
+        speculative_config: the user's configuration, with ``eagle_mrv2`` as method.
+        target: path or hub name of the target model, which may contain an MTP head.
         options: the validated options.
-        reader: how vLLM is told to read configurations.
+        reader: reads configurations with the options that vLLM was given.
 
     Raises:
-        EagleMRV2Error: no draft model, a checkpoint that is no EAGLE or MTP head, a K below 1, a draft vocabulary
-            that cannot be had.
+        EagleMRV2Error: there is no draft model, the checkpoint is not an EAGLE or MTP head, K is below 1, or the
+            draft vocabulary is not possible.
     """
     config = {key.replace("-", "_"): value for key, value in speculative_config.items()}
     model = config["model"] = config.get("model") or None
@@ -157,7 +159,7 @@ def translate(
 
 
 def _whole_number(tokens: object) -> int:
-    """The number of draft tokens, however it is written."""
+    """The number of draft tokens, given as an int, as text or as a whole float."""
     number = tokens
     if (isinstance(tokens, str) and tokens.strip().isdecimal()) or (isinstance(tokens, float) and tokens.is_integer()):
         number = int(tokens)
@@ -180,7 +182,7 @@ def _kept_tokens(family: Family, options: Options) -> KeptTokens | None:
 
 
 def _refuse_misleading_path(path: str) -> None:
-    """vLLM looks at the path of an MTP draft first, and takes what it finds there for the method."""
+    """Refuse an MTP draft if its path contains the name of another method, from which vLLM would infer the method."""
     for word in ("eagle-", "eagle3", "dflash", "dspark"):
         if word in path.lower():
             raise EagleMRV2Error(

@@ -1,7 +1,7 @@
-"""A speculators checkpoint given as the only model, which names its own target.
+"""Splits a speculators checkpoint that is given as the only model and names its own target.
 
-vLLM takes such a checkpoint apart while it makes its configuration, too late for us and, below 0.24, without a look at
-the user's speculative configuration.  Taken apart beforehand, by vLLM's own function, it is an ordinary pair.
+vLLM splits such a checkpoint while it makes its configuration.  This is too late for ``eagle_mrv2`` and, below 0.24,
+ignores the user's speculative configuration.  Splitting it beforehand with vLLM's own function gives an ordinary pair.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 
 def split(engine_args: Any, asked: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
-    """The speculative configuration with the checkpoint as draft, where it is one of these.
+    """The speculative configuration with the checkpoint as draft, if the model is a speculators checkpoint.
 
     Args:
-        engine_args: vLLM's ``EngineArgs``; its target becomes the one that the checkpoint names.
-        asked: the user's speculative configuration; ``num_speculative_tokens`` of the checkpoint fills a gap.
-        reader: how configurations are read.
+        engine_args: vLLM's ``EngineArgs``; its model becomes the target that the checkpoint names.
+        asked: the user's speculative configuration; ``num_speculative_tokens`` defaults to the checkpoint's.
+        reader: reads configurations with the options that vLLM was given.
 
     Raises:
-        EagleMRV2Error: vLLM cannot take the checkpoint apart, or another draft is given as well.
+        EagleMRV2Error: vLLM cannot split the checkpoint, or another draft is given as well.
     """
     checkpoint = engine_args.model
     try:
         if "speculators_config" not in reader.config(checkpoint, engine_args.revision):
             return dict(asked)
-    except EagleMRV2Error:  # vLLM will say it of the target, or reads the target otherwise
+    except EagleMRV2Error:  # vLLM reports it for the target, or reads the target in another way
         return dict(asked)
     if asked.get("model") not in (None, "", checkpoint):
         raise EagleMRV2Error(

@@ -15,7 +15,7 @@ OPTIONS_KEY = "eagle_mrv2"
 
 
 class DraftVocab(BaseModel):
-    """Which tokens a head with the whole vocabulary may draft; the rest of it is not computed (FR-Spec, 2502.14856)."""
+    """The tokens that a head with the whole vocabulary may draft; other rows are not computed (FR-Spec, 2502.14856)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,18 +48,18 @@ class Options(BaseModel):
         return behaviour not in self.disable
 
     def without(self, behaviour: Behaviour) -> Options:
-        """The same with a behaviour switched off."""
+        """The same options with one more behaviour switched off."""
         return self.model_copy(update={"disable": self.disable | {behaviour}})
 
 
 def parse_options(additional_config: object) -> Options:
-    """Read the options out of vLLM's ``additional_config``.
+    """Read and validate the options in vLLM's ``additional_config``.
 
     Args:
-        additional_config: the engine's ``additional_config``; anything that is no mapping holds no options.
+        additional_config: the engine's ``additional_config``; anything but a mapping counts as no options.
 
     Raises:
-        EagleMRV2Error: an unknown key or a value out of range, with the list of what is known.
+        EagleMRV2Error: a key is unknown or a value is invalid; the message lists the known options.
     """
     given = additional_config.get(OPTIONS_KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):

@@ -1,7 +1,7 @@
-"""Rankings of tokens by frequency, and the draft vocabulary that is cut from one.
+"""Rankings of tokens by frequency, and the draft vocabulary taken from one.
 
-``vllm-eagle-mrv2 rank-vocab`` makes the file, ``draft_vocab`` names it.  It is read once, before the model loads, by
-the process that makes the configuration; the tokens travel to the workers with the request.
+``vllm-eagle-mrv2 rank-vocab`` writes the file, and the option ``draft_vocab`` names it.  The process that makes the
+configuration reads it once, before the model loads; the tokens reach the workers with the settings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_eagle_mrv2.config.options import DraftVocab
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 _REMEDY = "make one with `vllm-eagle-mrv2 rank-vocab`"
-# A model's vocabulary is its tokenizer's, padded a little; with more between them than this they are of two families.
+# A model pads its tokenizer's vocabulary a little; a larger difference means that the two do not belong together.
 _PADDING = 0.1
 
 
@@ -27,20 +27,20 @@ class Ranking(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokenizer: str = ""
-    """Name or path of the tokenizer, for people."""
+    """Name or path of the tokenizer; informative only."""
     vocab_size: int | None = Field(default=None, gt=0)
-    """Ids that the tokenizer has."""
+    """Number of ids of the tokenizer."""
     tokens: tuple[Annotated[int, Field(ge=0, strict=True)], ...]
-    """Token ids: special ones, then the others by falling frequency; what never occurred is not among them."""
+    """Token ids: special tokens, then the others by falling frequency; tokens that never occurred are left out."""
     coverage: dict[int, float] = {}
-    """Size of a draft vocabulary -> share of the corpus that its tokens make up."""
+    """Size of a draft vocabulary -> share of the corpus that its tokens cover."""
 
 
 def read_ranking(path: Path) -> Ranking:
     """Read a ranking file.
 
     Raises:
-        EagleMRV2Error: no such file, or it is not a ranking.
+        EagleMRV2Error: the file cannot be read, or is not a ranking.
     """
     try:
         ranking = Ranking.model_validate_json(path.read_bytes())
@@ -62,18 +62,18 @@ class KeptTokens:
     """The draft vocabulary that a user asked for."""
 
     ids: tuple[int, ...] = field(repr=False)
-    """Ascending."""
+    """Token ids in ascending order."""
     ranking: str
     tokenizer_size: int | None
 
     def check(self, vocab_size: int) -> None:
-        """Compare with the draft.
+        """Refuse a draft vocabulary that does not fit the draft.
 
         Args:
-            vocab_size: tokens of the draft's whole vocabulary.
+            vocab_size: size of the draft's whole vocabulary.
 
         Raises:
-            EagleMRV2Error: nothing is left out, or the ranking is of another vocabulary.
+            EagleMRV2Error: no token is left out, or the ranking belongs to another vocabulary.
         """
         if len(self.ids) >= vocab_size:
             raise EagleMRV2Error(
@@ -90,7 +90,7 @@ class KeptTokens:
 
 
 def kept_tokens(asked: DraftVocab) -> KeptTokens:
-    """The first ``size`` tokens of the ranking.
+    """The first ``size`` tokens of the ranking that the user named.
 
     Raises:
         EagleMRV2Error: the file is not a ranking, or has fewer tokens.

@@ -1,7 +1,7 @@
-"""Everything of vLLM's that this package replaces: the inventory, and what puts it in place.
+"""The inventory of everything in vLLM that this package replaces, and the functions that apply the patches.
 
-A patch names its target and its wrapper as text, so that loading the plugin imports nothing of vLLM's.  Each wrapper
-calls the original for whatever is not ``eagle_mrv2``'s.  ``vllm-eagle-mrv2 doctor --patches`` prints the inventory.
+A patch names its target and its wrapper as text, so that loading the plugin does not import vLLM.  For an engine
+without ``eagle_mrv2`` each wrapper calls the original.  ``vllm-eagle-mrv2 doctor --patches`` prints the inventory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
 class Scope(Enum):
-    """Which processes a patch is in, for a person."""
+    """The processes or objects that a patch applies to; the values are for display."""
 
     PLUGIN = "every process that loads the plugin"
     ENGINE = "a process that an engine for eagle_mrv2 is configured in"
@@ -37,17 +37,17 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class Patch:
-    """One thing that is replaced."""
+    """One replaced function or attribute of vLLM or another library."""
 
     target: str
-    """``module:attribute`` in vLLM or another library, or a phrase where an object is changed."""
+    """``module:attribute`` in vLLM or another library, or a phrase if the patch changes an object."""
     by: str
-    """``module:function`` here: the wrapper, or what makes the change."""
+    """``module:function`` in this package: the wrapper, or what makes the change."""
     scope: Scope
     what: str
     why: str
     until: str
-    """What upstream would have to do to make it superfluous."""
+    """The upstream change that would make the patch unnecessary."""
     releases: str = ""
     """The releases of vLLM that need it, as a version specifier; empty for all."""
 
@@ -57,16 +57,16 @@ class Patch:
         return ":" in self.target and self.scope is not Scope.DRAFT
 
     def needed_on(self, version: Version) -> bool:
-        """Whether a release needs it."""
+        """Whether a vLLM release needs the patch."""
         return version in SpecifierSet(self.releases)
 
     def found(self) -> Any:
-        """The target as it is now, imported; None where this vLLM lacks it."""
+        """Import the target and return it as it is now; None if this vLLM lacks it."""
         owner, name = self._owner_and_name()
         return original_of(getattr(owner, name, None))
 
     def put_in_place(self) -> None:
-        """Wrap the target, once; its module is imported."""
+        """Import the target's module and wrap the target, at most once."""
         module, _, function = self.by.partition(":")
         wrap(*self._owner_and_name(), getattr(importlib.import_module(module), function))
 
@@ -318,7 +318,7 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def install() -> None:
-    """Register the patches of every process; those whose module is already imported take effect now."""
+    """Register the patches of scope PLUGIN; those whose module is already imported take effect now."""
     from vllm_eagle_mrv2.patches import last_line
 
     last_line.install()
@@ -328,7 +328,7 @@ def install() -> None:
 
 
 def hook(patch: Patch) -> None:
-    """Put a patch in place when its module is imported, or now."""
+    """Put a patch in place when its module is imported, or now if it already is."""
 
     def imported(module: ModuleType) -> None:
         patch.put_in_place()
@@ -337,17 +337,17 @@ def hook(patch: Patch) -> None:
 
 
 def apply(scope: Scope, version: Version) -> None:
-    """Put the patches of a scope in place that a release needs, each once; imports their modules."""
+    """Import the modules of the patches that a release needs in a scope, and put each patch in place once."""
     for patch in of_release(version):
         if patch.scope is scope and patch.wraps:
             patch.put_in_place()
 
 
 def of_release(version: Version) -> Iterator[Patch]:
-    """The patches that a release needs."""
+    """The patches that a vLLM release needs."""
     return (patch for patch in PATCHES if patch.needed_on(version))
 
 
 def patch_of(target: str) -> Patch:
-    """The patch of a target."""
+    """The patch with a given target."""
     return next(patch for patch in PATCHES if patch.target == target)

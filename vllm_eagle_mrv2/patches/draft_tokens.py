@@ -1,7 +1,7 @@
-"""The drafts that the scheduler is told of, where fewer were drafted than there are columns.
+"""Reports only the drafted columns to the scheduler when fewer tokens were drafted than the tensor has columns.
 
-Without asynchronous scheduling the scheduler takes as many drafts as it is told of.  Columns that an earlier batch left
-would be verified against logits that they were not sampled from, and sampled output would be biased.
+Without asynchronous scheduling the scheduler verifies every draft token that is reported to it.  Columns left over from
+an earlier batch would be verified against logits that they were not sampled from, which biases sampled output.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _DRAFTED = "eagle_mrv2_drafted"
 
 
 def mark_drafted(input_batch: Any, num_draft_tokens: int) -> None:
-    """Note on a batch how many tokens were drafted for each of its requests."""
+    """Record on a batch how many tokens were drafted for each of its requests."""
     setattr(input_batch, _DRAFTED, num_draft_tokens)
 
 
 def drafted_columns_only(original: Function) -> Function:
-    """``DraftTokensHandler.set_draft_tokens`` that hands on the drafted columns, where a batch is marked."""
+    """Wrap ``DraftTokensHandler.set_draft_tokens``: a marked batch passes on its drafted columns only."""
 
     def set_draft_tokens(self: Any, input_batch: Any, draft_tokens: torch.Tensor) -> None:
         original(self, input_batch, draft_tokens[:, : getattr(input_batch, _DRAFTED, None)])

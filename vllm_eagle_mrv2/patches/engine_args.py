@@ -1,4 +1,4 @@
-"""The method ``eagle_mrv2`` in vLLM's arguments and configuration, and the speculator that is made for it."""
+"""Patches of vLLM's engine arguments and configuration for the method ``eagle_mrv2``, and of its speculator factory."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches.wrap import Function
 
 _V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-_SET_BY_US = "01"  # the same to vLLM as 1, and told from a user's
+_SET_BY_US = "01"  # vLLM reads it as 1, and it differs from a value that the user set
 
 
 # Wrappers
 
 
 def translated_first(original: Function) -> Function:
-    """``EngineArgs.create_engine_config`` that takes the method, and refuses in this package's own sentences."""
+    """Wrap ``EngineArgs.create_engine_config``: it accepts the method, and raises this package's own error messages."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = take_settings(self)
@@ -63,13 +63,13 @@ def translated_first(original: Function) -> Function:
 
 
 def settings_attached(original: Function) -> Function:
-    """``EngineArgs.create_speculative_config`` whose result carries the settings, its head checked."""
+    """Wrap ``EngineArgs.create_speculative_config``: its result is checked and carries the settings."""
 
     def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = take_settings(self)
         if settings is None:
             return original(self, *args, **kwargs)
-        # vLLM's schema does not know our key; it goes back for the next use of these arguments.
+        # vLLM's schema does not know this key; it is put back for the next use of these arguments.
         self.speculative_config = {k: v for k, v in self.speculative_config.items() if k != MARKER}
         try:
             config = original(self, *args, **kwargs)
@@ -90,7 +90,7 @@ def settings_attached(original: Function) -> Function:
 
 
 def parser_taught(original: Function) -> Function:
-    """``EngineArgs.add_cli_args`` whose parser takes the method."""
+    """Wrap ``EngineArgs.add_cli_args``: the parser accepts the method."""
 
     def add_cli_args(*args: Any, **kwargs: Any) -> Any:
         parser = original(*args, **kwargs)
@@ -101,10 +101,10 @@ def parser_taught(original: Function) -> Function:
 
 
 def always_v2(original: Function) -> Function:
-    """``VllmConfig.use_v2_model_runner``, true for an engine that asked for us.
+    """Wrap ``VllmConfig.use_v2_model_runner``: it is true for an engine with ``eagle_mrv2``.
 
     0.20 has no such property and reads VLLM_USE_V2_MODEL_RUNNER, which is set while the latest engine of the process
-    asks for us.
+    uses ``eagle_mrv2``.
     """
 
     def use_v2_model_runner(self: Any) -> bool:
@@ -114,7 +114,7 @@ def always_v2(original: Function) -> Function:
 
 
 def limits_in_our_words(original: Function) -> Function:
-    """``VllmConfig._validate_v2_model_runner`` in sentences that name ``eagle_mrv2`` where it was asked for."""
+    """Wrap ``VllmConfig._validate_v2_model_runner``: its messages name ``eagle_mrv2`` if it was asked for."""
 
     def validate(self: Any) -> None:
         if settings_of(self.speculative_config) is None:
@@ -133,7 +133,7 @@ def limits_in_our_words(original: Function) -> Function:
 
 
 def our_speculator(original: Function) -> Function:
-    """``init_speculator`` that makes our speculator for a configuration with settings, and marks it."""
+    """Wrap ``init_speculator``: it makes this package's speculator for a configuration with settings, and marks it."""
 
     def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         settings = settings_of(vllm_config.speculative_config)
@@ -149,12 +149,12 @@ def our_speculator(original: Function) -> Function:
     return init_speculator
 
 
-# What they do
+# Implementation
 
 
 @contextlib.contextmanager
 def _our_sentence_alone() -> Iterator[None]:
-    """Pydantic wraps what is raised while it makes a configuration into a report of its own; ours comes out of it."""
+    """Raise the EagleMRV2Error that pydantic wrapped into a ValidationError while it made a configuration."""
     try:
         yield
     except ValidationError as report:
@@ -166,7 +166,7 @@ def _our_sentence_alone() -> Iterator[None]:
 
 
 def refused_by_vllm(draft: str, family: Family, reason: str) -> EagleMRV2Error:
-    """What is said of a draft that vLLM itself does not take."""
+    """The error for a draft that vLLM itself refuses."""
     return EagleMRV2Error(
         f"vLLM refuses the draft {draft} for method={family} ({reason}); give a draft, or "
         "settings of the speculative configuration, that it takes."
@@ -174,7 +174,7 @@ def refused_by_vllm(draft: str, family: Family, reason: str) -> EagleMRV2Error:
 
 
 def first_sentence(error: Exception) -> str:
-    """The first sentence of an error of vLLM's, which may be a validation error of many lines or list everything."""
+    """The first sentence of a vLLM error, which may be a validation error of many lines or a long list."""
     text = str(error)
     if isinstance(error, ValidationError):
         first = error.errors()[0]
@@ -183,12 +183,14 @@ def first_sentence(error: Exception) -> str:
 
 
 def check_translated(config: Any, settings: Settings) -> None:
-    """Refuse drafts that vLLM reads otherwise than their checkpoint says, or runs with a speculator of their own, and
-    a draft vocabulary that is of another model.
+    """Refuse a translated configuration that vLLM would not serve with this package's speculator.
+
+    Refused are a draft for which vLLM infers another method than its checkpoint declares, a draft that vLLM runs with
+    another speculator, and a draft vocabulary that belongs to another model.
 
     Args:
         config: vLLM's ``SpeculativeConfig`` for the translated method.
-        settings: what was asked for.
+        settings: what the user asked for.
 
     Raises:
         EagleMRV2Error: with the cause and the remedy.
@@ -209,10 +211,10 @@ def check_translated(config: Any, settings: Settings) -> None:
 
 
 def take_settings(engine_args: Any) -> Settings | None:
-    """Translate the method of an ``EngineArgs`` in place, where it is ours; the settings go into its dictionary.
+    """Translate an ``EngineArgs`` that asks for ``eagle_mrv2`` in place, and store the settings in its dictionary.
 
     Returns:
-        the settings, or None where ``eagle_mrv2`` was not asked for, or is switched off.
+        the settings, or None if ``eagle_mrv2`` was not asked for or is switched off.
 
     Raises:
         EagleMRV2Error: the settings cannot be served here.
@@ -226,7 +228,7 @@ def take_settings(engine_args: Any) -> Settings | None:
         unchanged = given.get("method") == settings.family
         if unchanged and not kill_switch.is_on():
             return settings
-        # Somebody changed the method of arguments that were used before, or switched ours off: they start anew.
+        # The arguments were used before, and since then the method was changed or switched off: translate them again.
         given = {key: value for key, value in given.items() if key != MARKER}
         if unchanged:
             given["method"] = f"{METHOD}:{settings.family}"
@@ -270,7 +272,7 @@ def take_settings(engine_args: Any) -> Settings | None:
 
 
 def teach_parser(parser: argparse.ArgumentParser) -> None:
-    """Let an argument parser of vLLM's accept the method: the short form, and ``--spec-method`` where there is one."""
+    """Let a vLLM argument parser accept the method in its short form and, if it has it, in ``--spec-method``."""
     for action in parser._actions:
         if "--speculative-config" in action.option_strings and action.type is not None:
             action.type = _short_form_first(action.type)  # type: ignore[arg-type]
@@ -292,8 +294,10 @@ def _short_form_first(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _name_in_caches(config: Any) -> None:
-    """Have vLLM cache compiled models of this engine apart from those of stock's method, which lack our operators, and
-    of other drafts for its target and the same with other backends: the caches do not tell all of them apart.
+    """Give vLLM's caches of compiled models an entry of their own for this engine.
+
+    Without it the caches would not always tell this engine from one with the stock method, which lacks this package's
+    operators, from one with another draft for the same target, or from one with other draft backends.
     """
     if isinstance(config.additional_config, dict):
         speculative = config.speculative_config
@@ -303,7 +307,7 @@ def _name_in_caches(config: Any) -> None:
 
 
 def _select_v2_by_environment(settings: Settings | None) -> None:
-    """On a release that knows no other way, set the variable for an engine of ours, and unset it for the next."""
+    """Set VLLM_USE_V2_MODEL_RUNNER for an engine with ``eagle_mrv2`` if the release needs it; unset it for others."""
     if settings is None:
         if os.environ.get(_V2_VARIABLE) == _SET_BY_US:
             del os.environ[_V2_VARIABLE]

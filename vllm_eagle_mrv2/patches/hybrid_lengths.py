@@ -8,9 +8,9 @@ from vllm_eagle_mrv2.patches.wrap import Function
 
 
 def bounded_by_batch(original: Function) -> Function:
-    """``MambaHybridModelState.prepare_attn`` with the batch's own maximum length.
+    """Wrap ``MambaHybridModelState.prepare_attn``: the attention metadata gets the batch's own maximum length.
 
-    vLLM 0.22 passes ``max_model_len`` for every batch; its DefaultModelState has it right.
+    vLLM 0.22 passes ``max_model_len`` for every batch here; its DefaultModelState passes the batch's maximum.
     """
 
     def prepare_attn(

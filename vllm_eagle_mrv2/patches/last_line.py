@@ -1,4 +1,4 @@
-"""A refusal ends vLLM's own commands as one line, without a traceback above it; programs get the exception."""
+"""Prints a refusal that ends a vLLM command as one line without a traceback; programs still get the exception."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 
 def install() -> None:
-    """Print the refusals that end a command of vLLM's; every other exception goes to the hook that was there."""
+    """Replace ``sys.excepthook`` in a vLLM command: it prints refusals, and passes other exceptions to the old hook."""
     if not _is_vllms_command():
         return
     previous = sys.excepthook

@@ -1,4 +1,4 @@
-"""What the speculator needs of the target's runner beyond what vLLM hands it."""
+"""Patches of the target's model runner that give the speculator what vLLM does not pass to it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllm_eagle_mrv2.releases.unused_drafts import keep_longest_lengths
 
 
 class TakesTargetInputs:
-    """A speculator that needs the target's buffers and groups."""
+    """A speculator that needs the target's input buffers and attention groups."""
 
     target_input_buffers: Any = None
     target_attn_groups: Any = None
 
 
 def without_unread_states(original: Function) -> Function:
-    """``load_model`` after which the target returns no auxiliary hidden states that the head does not take."""
+    """Wrap ``load_model``: the target returns no auxiliary hidden states if the head does not take them."""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.speculator, StockAdapter) and not takes_auxiliary_states(self.speculative_config):
@@ -34,7 +34,7 @@ def without_unread_states(original: Function) -> Function:
 
 
 def states_handed_over(original: Function) -> Function:
-    """``initialize_kv_cache``, which comes before every capture, and after which the speculator knows the runner."""
+    """Wrap ``initialize_kv_cache``, which precedes graph capture: it passes the runner's states to the speculator."""
 
     def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -43,7 +43,7 @@ def states_handed_over(original: Function) -> Function:
             speculator.req_states = self.req_states
             keep_longest_lengths(self.req_states, self.sampler)
             speculator.sampling_states = getattr(self.sampler, "sampling_states", None)
-            speculator.target_graphs = lambda: self.cudagraph_manager  # another one after each scaling
+            speculator.target_graphs = lambda: self.cudagraph_manager  # elastic scaling replaces it
             if isinstance(speculator, TakesTargetInputs):
                 speculator.target_input_buffers = self.input_buffers
                 speculator.target_attn_groups = self.attn_groups
@@ -54,9 +54,9 @@ def states_handed_over(original: Function) -> Function:
 
 
 def draft_captured(original: Function) -> Function:
-    """``capture_model`` that captures the draft decodes of a target without graphs, too.
+    """Wrap ``capture_model``: it also captures the draft decodes if the target has no graphs.
 
-    Its result is the memory in bytes that all graphs take on the device.
+    The wrapped function returns the device memory in bytes that all graphs take.
     """
 
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> int:
@@ -67,7 +67,7 @@ def draft_captured(original: Function) -> Function:
 
 
 def warm_up_forgotten(original: Function) -> Function:
-    """``warmup_kernels``, whose made-up requests are not counted."""
+    """Wrap ``warmup_kernels``: its dummy requests are removed from the counters."""
 
     def warmup_kernels(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(runner, *args, **kwargs)
@@ -79,9 +79,9 @@ def warm_up_forgotten(original: Function) -> Function:
 
 
 def tables_in_place(original: Function) -> Function:
-    """``post_kv_cache_wake_up`` that has new tensors of the block tables written where the old ones lie.
+    """Wrap ``post_kv_cache_wake_up``: the new block tables are copied into the memory of the old ones.
 
-    Their memory is mapped again by then.
+    That memory is mapped again by the time it is called.
     """
 
     def post_kv_cache_wake_up(self: Any) -> None:
@@ -89,7 +89,7 @@ def tables_in_place(original: Function) -> Function:
         old = {name: value for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
         original(self)
         if isinstance(self.speculator, StockAdapter):
-            with torch.inference_mode():  # the old ones may have been made in it
+            with torch.inference_mode():  # the old tensors may be inference tensors
                 for name, tensor in old.items():
                     tensor.copy_(getattr(tables, name))
                     setattr(tables, name, tensor)
@@ -98,7 +98,7 @@ def tables_in_place(original: Function) -> Function:
 
 
 def _draft_workspace(runner: Any) -> AbstractContextManager[None]:
-    """Where the draft's kernels take scratch memory from, apart from the target's; from 0.28 on."""
+    """The workspace of the draft's kernels, which is separate from the target's from 0.28 on."""
     if not hasattr(runner, "_draft_workspace_lane"):
         return nullcontext()
     from vllm.v1.worker.workspace import use_workspace_lane
@@ -108,7 +108,7 @@ def _draft_workspace(runner: Any) -> AbstractContextManager[None]:
 
 
 def _capture_draft(runner: Any) -> int:
-    """Capture the draft decodes of a target without graphs; bytes that their graphs take on the device."""
+    """Capture the draft decodes of a target without graphs; return the device memory in bytes that the graphs take."""
     speculator = runner.speculator
     if (
         runner.cudagraph_manager.needs_capture()
@@ -122,8 +122,8 @@ def _capture_draft(runner: Any) -> int:
     with _draft_workspace(runner):
         speculator.capture()
         if is_workspace_manager_initialized():
-            # Scratch memory of the graphs.  Stock forbids it to grow once there are graphs, and here it may: eager
-            # passes that need more get new memory, and the graphs go on with this.
+            # Keep the workspace that the graphs were captured with.  Stock locks the workspace after capture; here it
+            # may still grow: eager passes that need more get new memory, and the graphs keep using this one.
             speculator.graph_scratch = current_workspace_manager().get_simultaneous(((1,), torch.uint8))
     if hasattr(runner.kv_connector, "reset_capture_state"):
         runner.kv_connector.reset_capture_state()

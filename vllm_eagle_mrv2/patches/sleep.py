@@ -1,6 +1,6 @@
-"""Buffers of a draft through a level-2 sleep, which drops all that was made while weights were loaded (#49774).
+"""Keeps the draft's buffers through a level-2 sleep, which drops everything allocated during loading (#49774).
 
-Weights come back from whoever updates them; buffers, tables of RoPE for instance, come from nowhere.
+The caller loads the weights again after the sleep, but nothing restores buffers such as RoPE tables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_eagle_mrv2.releases.common import StockAdapter
 
 
 def buffers_saved(original: Function) -> Function:
-    """``Worker.sleep`` that copies the draft's buffers to the CPU first."""
+    """Wrap ``Worker.sleep``: a level-2 sleep first copies the draft's buffers to the CPU."""
 
     def sleep(self: Any, level: int = 1) -> None:
         speculator = getattr(self.model_runner, "speculator", None)
@@ -28,13 +28,13 @@ def buffers_saved(original: Function) -> Function:
 
 
 def buffers_restored(original: Function) -> Function:
-    """``Worker.wake_up`` that copies them back where they lay."""
+    """Wrap ``Worker.wake_up``: it copies the saved buffers back into the draft."""
 
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
         original(self, tags)
         speculator = getattr(self.model_runner, "speculator", None)
         if isinstance(speculator, StockAdapter) and (tags is None or "weights" in tags):
-            with torch.inference_mode():  # they may have been made in it
+            with torch.inference_mode():  # the buffers may be inference tensors
                 for name, buffer in speculator.model.named_buffers():
                     if name in speculator.saved_buffers:
                         buffer.copy_(speculator.saved_buffers[name])

@@ -1,4 +1,4 @@
-"""Weights that are replaced in a running engine (reinforcement learning): what we copied of them is copied again."""
+"""Renews copies of weights when the weights of a running engine are replaced (reinforcement learning)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from vllm_eagle_mrv2.patches.wrap import Function
 
 @runtime_checkable
 class CopiesWeights(Protocol):
-    """A speculator with copies of its draft's or target's weights."""
+    """A speculator that holds copies of its draft's or target's weights."""
 
     def renew_copied_weights(self) -> None:
-        """Copy them again, into the same memory."""
+        """Copy the weights again, into the same memory."""
 
 
 def copies_renewed(original: Function) -> Function:
-    """A method of the worker's that ends an update, after which the copies are made again."""
+    """Wrap a worker method that ends a weight update: it then renews the copies."""
 
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""The check that an engine drafts with ``eagle_mrv2`` where it was asked for.
+"""Checks that every worker of an engine with ``eagle_mrv2`` drafts with it.
 
-A worker that did not load the plugin runs none of its hooks, and a worker class of somebody else's may make its
-speculator in another way.  Either would draft with stock's speculator, unnoticed.  So the engine core asks every worker
-once they are up, before the KV cache is made.
+A worker that did not load the plugin runs none of its hooks, and a third-party worker class may make its speculator in
+another way.  Either would silently draft with the stock speculator.  The engine core therefore asks every worker after
+start-up, before the KV cache is made.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vllm_eagle_mrv2.releases.surface import class_path
 
 
 def workers_asked(original: Function) -> Function:
-    """``EngineCore._initialize_kv_caches`` that asks the workers first."""
+    """Wrap ``EngineCore._initialize_kv_caches``: it asks the workers first."""
 
     def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
         if settings_of(vllm_config.speculative_config) is not None:
             try:
                 check(self.collective_rpc(complaint))
             except EagleMRV2Error:
-                self.model_executor.shutdown()  # or workers of their own would live as long as this process
+                self.model_executor.shutdown()  # or worker processes would live as long as this process
                 raise
         return original(self, vllm_config)
 
@@ -33,10 +33,10 @@ def workers_asked(original: Function) -> Function:
 
 
 def check(complaints: Iterable[str | None]) -> None:
-    """Refuse an engine with a worker that drafts otherwise.
+    """Refuse an engine if one of its workers does not draft with ``eagle_mrv2``.
 
     Args:
-        complaints: what `complaint` answered in each worker, by rank.
+        complaints: the result of `complaint` in each worker, by rank.
 
     Raises:
         EagleMRV2Error: the first complaint.
@@ -47,10 +47,10 @@ def check(complaints: Iterable[str | None]) -> None:
 
 
 def complaint(worker: Any) -> str | None:
-    """What a worker drafts with instead of ``eagle_mrv2``, why, and what helps; None where nothing is wrong.
+    """What a worker drafts with instead of ``eagle_mrv2``, with the cause and the remedy; None if nothing is wrong.
 
-    It is called in the worker's process, where the plugin may not be loaded.  Only the last pipeline stage drafts;
-    Model Runner V1 does not say which stage it is, and is wrong in all of them.
+    This runs in the worker's process, where the plugin may not be loaded.  Only the last pipeline stage drafts.  Model
+    Runner V1 does not say which stage it is on, and is wrong on every stage.
     """
     runner = getattr(worker, "model_runner", None)
     speculator = getattr(runner, "speculator", None)

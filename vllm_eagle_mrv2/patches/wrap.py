@@ -1,4 +1,4 @@
-"""How this package replaces a function of somebody else's: by a wrapper that is given the original, once."""
+"""Replaces a function of another package, at most once, by a wrapper around the original."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ORIGINAL = "_eagle_mrv2_original"
 
 
 def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
-    """Put ``wrapper(original)`` in the place of a function, a static method or a property's getter.
+    """Replace a function, a static method or a property's getter by ``wrapper(original)``.
 
-    What is wrapped already, and what the owner does not have, stays as it is: a vLLM that lacks something is refused
-    where ``eagle_mrv2`` is asked for, and only there.
+    Attributes that are already wrapped or do not exist are left alone: a vLLM that lacks something is refused only when
+    an engine asks for ``eagle_mrv2``.
     """
     attribute = inspect.getattr_static(owner, name, None)
     original = original_of(attribute)
@@ -32,7 +32,7 @@ def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
 
 
 def original_of(attribute: Any) -> Any:
-    """The function in a static method or a property; anything else as it is."""
+    """The function inside a static method or a property; anything else is returned unchanged."""
     if isinstance(attribute, property):
         return attribute.fget
     return attribute.__func__ if isinstance(attribute, staticmethod) else attribute

@@ -1,4 +1,4 @@
-"""The supported releases of vLLM, and which of them is installed."""
+"""The supported vLLM releases, and the one that is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRY_POINTS = "vllm_eagle_mrv2.releases"
 
 
 def all_releases() -> list[Release]:
-    """Every known adapter: those of other packages first, then ours from the newest to the oldest."""
+    """Every known release: those of other packages first, then this package's from newest to oldest."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(ReleaseSpec)
     for module in (v0_20, v0_22, v0_23, v0_26, v0_28, v0_29, v0_32):
@@ -29,20 +29,20 @@ def all_releases() -> list[Release]:
 
 
 def all_required_symbols() -> Iterable[Symbol]:
-    """Every symbol of vLLM's that some adapter relies on, each once."""
+    """Every vLLM symbol that some adapter relies on, each once."""
     return dict.fromkeys(symbol for adapter in all_releases() for symbol in adapter.symbols)
 
 
 def supported() -> str:
-    """The releases that this package supports, for a person."""
+    """The releases that this package supports, as text for messages."""
     *some, last = sorted((series for adapter in all_releases() for series in adapter.series), key=Version)
     return f"{', '.join(f'{series}.x' for series in some)} and {last}.x" if some else f"{last}.x"
 
 
 def stock_version(release: str) -> Version:
-    """The release that a version is a build of: 0.32.0+cpu and 0.32.0.post1 have the surface of 0.32.0.
+    """The stock release of a build's version: 0.32.0+cpu and 0.32.0.post1 have the surface of 0.32.0.
 
-    What is no version becomes 0, which no adapter covers.
+    Text that is not a version becomes 0, which no release covers.
     """
     try:
         return Version(Version(release).base_version)
@@ -51,7 +51,7 @@ def stock_version(release: str) -> Version:
 
 
 def release_for(release: str) -> Release:
-    """The adapter of a vLLM release.
+    """The `Release` that covers a vLLM version.
 
     Raises:
         EagleMRV2Error: no adapter covers the release.
@@ -67,7 +67,7 @@ def release_for(release: str) -> Release:
 
 
 def installed_version() -> Version:
-    """The installed vLLM, as `stock_version` has it."""
+    """The version of the installed vLLM, reduced by `stock_version`."""
     import vllm
 
     return stock_version(vllm.__version__)
@@ -75,7 +75,7 @@ def installed_version() -> Version:
 
 @functools.cache
 def installed_release() -> Release:
-    """The adapter of the installed vLLM, its needed symbols checked.
+    """The `Release` of the installed vLLM, after a check of the symbols that it needs.
 
     Raises:
         EagleMRV2Error: no adapter covers the release, or a symbol that the adapter needs is missing or has changed.

@@ -1,8 +1,9 @@
-"""What later vLLM releases fixed in the loading of a draft model, for the releases before them.
+"""Fixes of later vLLM releases for the loading of a draft model, for the releases before them.
 
-Stock builds the draft by the target's configuration and hands it the target's embedding and head (`load_eagle_model`).
-`repaired` surrounds that call for a speculator of ours and replaces nothing of vLLM's, so that stock's engines in the
-same process load as before.  A fix is one function, or one `DraftBackend`; the releases that lack it stand with it.
+Stock builds the draft from the target's configuration and gives it the target's embedding and head
+(`load_eagle_model`).  `repaired` surrounds this call for a speculator of this package and replaces nothing in vLLM, so
+stock engines in the same process load as before.  Each fix is one function or one `DraftBackend`, with a version
+specifier of the releases that need it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class DraftBackend:
-    """A backend that the speculative configuration names for the draft, and Model Runner V2 ignores."""
+    """A draft backend in the speculative configuration that Model Runner V2 ignores on some releases."""
 
     option: str
     section: str
     """The part of vLLM's configuration that names the target's backend."""
     field: str
-    """How it is called there."""
+    """Its name there."""
     releases: str
 
 
@@ -46,7 +47,7 @@ BASE_EMBEDDING = "<0.24"
 TEXT_EMBEDDING = ">=0.28,<0.32"
 """Releases that need `lend_text_embedding` (#57630)."""
 CACHE_LAYOUTS = ">=0.22,<0.23"
-"""Releases that need `check_cache_layouts`: later ones have blocks first in every backend for NVIDIA GPUs."""
+"""Releases that need `check_cache_layouts`: in later ones every NVIDIA backend has the block dimension first."""
 
 _LORA = "vllm.lora.layers"
 _MODELS = "vllm.model_executor.models.interfaces"
@@ -86,11 +87,11 @@ SYMBOLS: tuple[Symbol, ...] = (
 
 @contextmanager
 def repaired(speculator: Any, target: Any) -> Iterator[None]:
-    """While a speculator loads its draft: with every fix that the installed release lacks.
+    """Apply every fix that the installed release lacks while a speculator loads its draft.
 
     Args:
-        speculator: a subclass of stock's.
-        target: the target model, loaded.
+        speculator: a subclass of the stock speculator.
+        target: the loaded target model.
     """
     from vllm_eagle_mrv2.releases import installed_version
 
@@ -108,9 +109,9 @@ def repaired(speculator: Any, target: Any) -> Iterator[None]:
 
 
 def draft_config(vllm_config: Any, release: Version) -> Any:
-    """What the draft is built by: the target's configuration, with the backends that were asked for the draft.
+    """The configuration that the draft is built from: the target's, with the backends that the user set for the draft.
 
-    A backend that was not asked for is the target's, as from 0.30 on.
+    Without a setting the draft uses the target's backend, as from 0.30 on.
     """
     config = vllm_config
     for backend in DRAFT_BACKENDS:
@@ -118,7 +119,7 @@ def draft_config(vllm_config: Any, release: Version) -> Any:
             continue
         asked = getattr(vllm_config.speculative_config, backend.option)
         if asked is not None:
-            # Shallow copies: the draft's layers register in the target's own compilation configuration.
+            # The copies are shallow: the draft's layers must register in the target's own compilation configuration.
             section = copy.copy(getattr(vllm_config, backend.section))
             setattr(section, backend.field, asked)
             config = copy.copy(config)
@@ -127,7 +128,7 @@ def draft_config(vllm_config: Any, release: Version) -> Any:
 
 
 def head_in_sight(target: Any) -> AbstractContextManager[None]:
-    """Meanwhile a multimodal target has its language model's head where stock looks for it."""
+    """Temporarily give a multimodal target its language model's ``lm_head``, where stock looks for it."""
     head = getattr(_language_model(target), "lm_head", None)
     if head is None or getattr(target, "lm_head", None) is not None:
         return nullcontext()
@@ -135,10 +136,10 @@ def head_in_sight(target: Any) -> AbstractContextManager[None]:
 
 
 def unwrap_embedding(draft: Any) -> None:
-    """Take LoRA off the embedding that a draft has from the target.
+    """Remove the LoRA wrapper from the embedding that a draft shares with the target.
 
-    Its kernel reads which adapter each token has from what was prepared for the target's tokens, past whose end a draft
-    would read; nor is the draft a part of the adapter.
+    Its kernel reads the adapter of each token from indices prepared for the target's tokens, and a draft would read
+    past their end.  The LoRA adapter does not apply to the draft either.
     """
     from vllm.lora.layers.base import BaseLayerWithLoRA
 
@@ -148,7 +149,7 @@ def unwrap_embedding(draft: Any) -> None:
 
 
 def lend_text_embedding(draft: Any, target: Any) -> None:
-    """Complete a draft that took ``embed_input_ids`` from `SupportsMultiModal`, and not what that calls."""
+    """Give a draft with `SupportsMultiModal.embed_input_ids` the attributes that this method needs and it lacks."""
     from vllm.model_executor.models.interfaces import SupportsMultiModal
 
     took = getattr(type(draft), "embed_input_ids", None) is SupportsMultiModal.embed_input_ids
@@ -158,10 +159,10 @@ def lend_text_embedding(draft: Any, target: Any) -> None:
 
 
 def check_cache_layouts(speculator: Any, kv_cache_config: Any) -> None:
-    """Refuse a draft's attention backend that would lay its cache over a target layer's in another order.
+    """Refuse an attention backend of the draft if its KV cache shares memory with a target layer in another layout.
 
-    Layers of several groups share memory block by block, which is wrong where one backend has blocks first and the
-    other keys and values.  Beside Mamba layers stock brings all into one order.
+    Layers of several groups share memory block by block.  This fails if one backend has the block dimension first and
+    the other the dimension of keys and values.  With Mamba layers stock converts all of them to one layout.
 
     Raises:
         EagleMRV2Error: with the cause and the remedy.
@@ -188,7 +189,7 @@ def _language_model(target: Any) -> Any:
 
 @contextmanager
 def _held(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute has another value meanwhile; where there was none, there is none afterwards."""
+    """Temporarily set an attribute; afterwards restore its old value, or delete it if it had none."""
     before = getattr(owner, name, _MISSING)
     setattr(owner, name, value)
     try:

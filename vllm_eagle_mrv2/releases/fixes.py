@@ -1,6 +1,6 @@
-"""Faults of stock EAGLE drafting that a later vLLM mended, and what becomes of each on the releases before.
+"""Defects of stock EAGLE drafting that a later vLLM fixed, and how each is handled on earlier releases.
 
-`docs/fixes.md` shows them.  Faults whose mending has a switch are `behaviours.Behaviour`s and stand there alone.
+`docs/fixes.md` lists them.  A fix that can be switched off is a `behaviours.Behaviour` and is not repeated here.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ State = Literal["stock", "eagle_mrv2", "not applicable", "not possible"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """One fault, by what a user sees of it; ``stock``, ``supplied`` and ``absent`` are version specifiers."""
+    """One defect, described by its symptom; ``stock``, ``supplied`` and ``absent`` are version specifiers."""
 
     symptom: str
     upstream: str = ""
-    """vLLM's issues and pull requests; empty where only its sources show the change."""
+    """vLLM issues and pull requests; empty if only the sources show the change."""
     stock: str | None = None
-    """Releases that are without the fault."""
+    """Releases on which stock vLLM has the fix."""
     supplied: str | None = None
-    """Releases on which this package mends it."""
+    """Releases on which this package supplies the fix."""
     test: str = ""
-    """A test that is red where it is not mended: ``file::function`` below ``tests``."""
+    """A test that fails without the fix: ``file::function`` below ``tests``."""
     absent: str | None = None
-    """Releases without what the fault is about."""
+    """Releases without the feature that has the defect."""
     why: str = ""
-    """Why it stays on the others."""
+    """Why the defect remains on all other releases."""
 
     def state(self, release: Version) -> State:
-        """What becomes of the fault on a release."""
+        """How the defect is handled on a release."""
         for specifier, state in ((self.supplied, "eagle_mrv2"), (self.stock, "stock"), (self.absent, "not applicable")):
             if specifier is not None and release in SpecifierSet(specifier):
                 return state  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Symbols of vLLM's private modules that the adapters of 0.28 to 0.33 rely on."""
+"""Symbols of private vLLM modules that the adapters of 0.28 to 0.33 rely on."""
 
 from vllm_eagle_mrv2.releases.surface import Symbol
 from vllm_eagle_mrv2.releases.symbols import CAPTURE_INPUTS, COMMON, DISPATCH, GPU, PROPOSE, RUN_MODEL, SPECULATOR
@@ -13,7 +13,7 @@ def _propose(dp_sync: str, *more: str) -> tuple[str, ...]:
 
 
 def _of_class(module: str, name: str, releases: str) -> tuple[Symbol, ...]:
-    """Of the class that all our speculators derive from, renamed in 0.32."""
+    """Symbols of the base class of this package's speculators, which 0.32 renamed."""
     return (
         Symbol(module, f"{name}._run_model", RUN_MODEL, releases=releases),
         *(
@@ -37,7 +37,7 @@ _TARGET_DEPENDENT = f"{GPU}.spec_decode.target_dependent_ar.speculator"
 
 FUSED: tuple[Symbol, ...] = (
     *COMMON,
-    # What makes, calls and feeds the speculator
+    # Construction, calls and inputs of the speculator
     Symbol(f"{GPU}.spec_decode", "init_speculator", ("vllm_config", "device"), releases="<0.32"),
     Symbol(f"{GPU}.spec_decode", "init_speculator", ("vllm_config", "device", "req_states"), releases=">=0.32"),
     Symbol(_AR, "AutoRegressiveSpeculator.propose", PROPOSE, releases="<0.29"),
@@ -84,7 +84,7 @@ FUSED: tuple[Symbol, ...] = (
         ("hidden_states", "spec_step_idx"),
         releases=">=0.32",
     ),
-    # Metadata of draft decodes
+    # Attention metadata of draft decodes
     Symbol(_AR, "AutoRegressiveSpeculator.use_fused_multi_step_decode", releases="<0.32"),
     Symbol(SPECULATOR, "DraftModelSpeculator.supports_decode_metadata_update", releases=">=0.32"),
     Symbol(
@@ -123,7 +123,7 @@ FUSED: tuple[Symbol, ...] = (
     Symbol(f"{GPU}.model_runner", "GPUModelRunner._draft_workspace_lane"),
     Symbol(_GROUP, "AttentionGroup.map_to_kernel_block_table", ("block_table",), releases=">=0.32"),
     Symbol(_GROUP, "AttentionGroup.kv_cache_group_id", releases=">=0.32"),
-    # Graphs and data parallelism
+    # CUDA graphs and data parallelism
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.graphs"),
     Symbol(
         f"{GPU}.cudagraph_utils",
@@ -160,7 +160,7 @@ FUSED: tuple[Symbol, ...] = (
         ("idx_mapping", "num_reqs_padded"),
         releases=">=0.30",
     ),
-    # Dynamic numbers of draft tokens
+    # Dynamic number of draft tokens
     Symbol(
         "vllm.v1.spec_decode.dynamic.utils",
         "build_dynamic_sd_schedule_lookup",

@@ -1,7 +1,7 @@
-"""What this package knows of one series of vLLM releases, as data; a pluggy plugin provides it.
+"""One series of vLLM releases as data, which a pluggy plugin provides.
 
-The maintainer of a fork ships a `Release` of their own through the entry-point group ``vllm_eagle_mrv2.releases``;
-where it covers a version that one of ours covers too, theirs comes first.
+The maintainer of a vLLM fork can ship a `Release` through the entry-point group ``vllm_eagle_mrv2.releases``.  It takes
+precedence over this package's own for every version that both cover.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ ALWAYS_OURS = frozenset(
         Behaviour.ACTUAL_MAX_SEQ_LEN,
     }
 )
-"""Behaviours that lie in our own loop and managers on every release, so that they can be switched off on each."""
+"""Behaviours of this package's own loop and graph managers; they can be switched off on every release."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """One series of vLLM releases, as data; its speculators are imported only when one is made."""
+    """One series of vLLM releases as data; its speculators are imported only when one is made."""
 
     name: str
     series: tuple[str, ...]
-    """The minor releases that it covers, the oldest first: ``("0.26", "0.27")``."""
+    """The minor releases that it covers, oldest first: ``("0.26", "0.27")``."""
     symbols: tuple[Symbol, ...]
     """Every symbol of vLLM's private modules that the adapter relies on."""
     stock: Mapping[Behaviour, str]
-    """Behaviours that the releases' own speculator has as well; the value, a version specifier, says on which."""
+    """Behaviours that the stock speculator has as well -> version specifier of the releases where it has them."""
     speculators: str
     """Module with ``speculator_class(family)``; importing it imports vLLM's private modules."""
     not_offered: Mapping[Behaviour, str] = field(default_factory=dict)
-    """Behaviours of settings that vLLM itself does not know or refuses, and on which of the releases."""
+    """Behaviours of settings that vLLM lacks or refuses -> version specifier of the releases where it does."""
     families: tuple[Family, ...] = FAMILIES
     eagle3_over_pp: bool = False
     """Whether EAGLE-3 runs under pipeline parallelism on these releases."""
     v2_by_environment: bool = False
-    """Whether these releases know no other way to select Model Runner V2 than VLLM_USE_V2_MODEL_RUNNER."""
+    """Whether VLLM_USE_V2_MODEL_RUNNER is the only way to select Model Runner V2 on these releases."""
     unsupported: tuple[str, ...] = ()
-    """What else is refused on these releases, a phrase each, for a person: ``doctor`` lists them."""
+    """Everything else that is refused on these releases, a phrase each, which ``doctor`` lists."""
 
     def covers(self, version: Version) -> bool:
-        """Whether the adapter is for a release; every patch release of a minor has the same surface."""
+        """Whether a version belongs to the series; all patch releases of a minor have the same surface."""
         return f"{version.major}.{version.minor}" in self.series
 
     def symbols_of(self, version: Version) -> tuple[Symbol, ...]:
@@ -71,9 +71,9 @@ class Release:
         return tuple(symbol for symbol in self.symbols if symbol.needed_on(version))
 
     def supplier(self, behaviour: Behaviour, version: Version) -> Supplier:
-        """Who gives a behaviour on one of the releases: vLLM itself, this package, or nobody.
+        """Who supplies a behaviour on one of the releases: ``"stock"``, ``"eagle_mrv2"`` or nobody.
 
-        Nobody, ``"-"``, is where vLLM does not offer the setting that the behaviour is about.
+        Nobody, ``"-"``, means that vLLM does not offer the setting that the behaviour is about.
         """
         for table, name in ((self.stock, "stock"), (self.not_offered, "-")):
             if behaviour in table and version in SpecifierSet(table[behaviour]):
@@ -81,7 +81,7 @@ class Release:
         return "eagle_mrv2"
 
     def check_disabled(self, disabled: Iterable[Behaviour], version: Version) -> None:
-        """Refuse to switch off what is vLLM's own on a release, or what vLLM does not offer there.
+        """Refuse to switch off behaviours that stock vLLM has on a release, or whose setting vLLM lacks there.
 
         Raises:
             EagleMRV2Error: with the cause and the remedy.
@@ -95,10 +95,10 @@ class Release:
                 )
 
     def check_settings(self, settings: Settings, engine_args: Any) -> None:
-        """Refuse what cannot run on this adapter.
+        """Refuse settings that cannot run on these releases.
 
         Args:
-            settings: what was asked for.
+            settings: what the user asked for.
             engine_args: vLLM's ``EngineArgs``.
 
         Raises:
@@ -121,14 +121,14 @@ class Release:
             )
 
     def make_speculator(self, vllm_config: Any, device: Any, settings: Settings) -> Any:
-        """Our speculator for a marked configuration, a subclass of the release's own."""
+        """Make this package's speculator for a marked configuration, a subclass of the stock one."""
         module = importlib.import_module(self.speculators)
         return module.speculator_class(settings.family)(vllm_config, device)
 
 
 class ReleaseSpec:
-    """The hooks that an adapter implements; they are called when an engine starts, never per step."""
+    """The hooks of a release plugin, which are called when an engine starts, never per step."""
 
     @hookspec
     def eagle_mrv2_release(self) -> Release:  # type: ignore[empty-body]
-        """The adapter that this plugin provides."""
+        """The `Release` that this plugin provides."""

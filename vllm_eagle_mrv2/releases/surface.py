@@ -1,14 +1,14 @@
-"""The coupling surface: which private symbols of vLLM an adapter leans on, and whether a release has them.
+"""The coupling surface: the private vLLM symbols that an adapter relies on, and the check that a release has them.
 
-An adapter states its needs as ``Symbol``s. The same list is checked against the installed vLLM at start-up and, in CI,
-against the recorded surface of every supported release (``tools/record_surface.py`` writes those).
+A `Release` lists these needs as ``Symbol``s.  The same list is checked against the installed vLLM at start-up and, in
+CI, against the recorded surface of every supported release, which ``tools/record_surface.py`` writes.
 
 A described symbol, recorded or installed, is a JSON object:
 
 * ``kind``: ``function``, ``class``, ``property`` or ``attribute``;
-* ``parameters``: names in order, without ``self`` (``*args`` and ``**kwargs`` keep their stars); a class has its
-  constructor's;
-* ``defaults``: those parameters that may be left out;
+* ``parameters``: names in order, without ``self`` (``*args`` and ``**kwargs`` keep their stars); those of a class are
+  its constructor's;
+* ``defaults``: the parameters that have a default;
 * ``bases``: a class's direct bases as dotted paths;
 * ``fields``: a class's annotated fields, inherited ones first.
 """
@@ -37,9 +37,9 @@ class Symbol:
     """One name that an adapter needs.
 
     ``name`` is dotted inside the module: ``gumbel_sample``, ``BlockTables.slot_mappings``.
-    ``parameters`` must all exist, in this order; others may stand between them, of a function only such as have a
-    default. None asks for existence only.
-    ``releases`` is a version specifier, where only some of an adapter's releases need the symbol in this form.
+    ``parameters`` must all exist in this order.  Others may stand between them; in a function these must have defaults.
+    None only requires that the symbol exists.
+    ``releases`` is a version specifier of the releases that need the symbol in this form; empty for all of a series.
     """
 
     module: str
@@ -49,18 +49,18 @@ class Symbol:
     releases: str = ""
 
     def needed_on(self, version: Version) -> bool:
-        """Whether a release is among those that need it."""
+        """Whether a release needs the symbol."""
         return version in SpecifierSet(self.releases)
 
     @property
     def key(self) -> str:
-        """How a recorded surface files it: ``module:name``."""
+        """The key of the symbol in a recorded surface: ``module:name``."""
         return f"{self.module}:{self.name}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found for one symbol; ``detail`` says in one line what differs and is empty for ``found``."""
+    """The result for one symbol; ``detail`` describes the difference in one line and is empty for ``found``."""
 
     symbol: Symbol
     status: Status
@@ -78,7 +78,7 @@ class Finding:
 
 
 def check_installed(symbols: Iterable[Symbol]) -> list[Finding]:
-    """Compare each symbol with the importable modules of this environment; imports them. Raises nothing: it reports."""
+    """Import the modules of this environment and compare each symbol with them; reports failures, raises nothing."""
     findings = []
     for symbol in symbols:
         try:
@@ -91,7 +91,7 @@ def check_installed(symbols: Iterable[Symbol]) -> list[Finding]:
 
 
 def check_recorded(symbols: Iterable[Symbol], surface: Mapping[str, Any]) -> list[Finding]:
-    """Compare each symbol with a recorded surface (the JSON object that ``tools/record_surface.py`` writes)."""
+    """Compare each symbol with a recorded surface, the JSON object that ``tools/record_surface.py`` writes."""
     release = f"vLLM {surface.get('vllm_version', '?')}"
     findings = []
     for symbol in symbols:
@@ -108,7 +108,7 @@ def check_recorded(symbols: Iterable[Symbol], surface: Mapping[str, Any]) -> lis
 
 
 def describe_installed(symbol: Symbol) -> Entry:
-    """Describe a symbol of this environment. Raises LookupError, with the reason, where it is not there."""
+    """Describe a symbol of this environment; raise LookupError with the reason if it does not exist."""
     owner: Any = _import(symbol.module)
     *path, last = symbol.name.split(".")
     for part in path:
@@ -128,7 +128,7 @@ def class_path(cls: type) -> str:
 def _import(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # importing a GPU library may fail in any way at all; the reason is the finding
+    except Exception as error:  # importing a GPU library may raise anything; the reason is reported
         reason = str(error).strip().splitlines()
         raise LookupError(f"cannot import {module}: {type(error).__name__}: {reason[0] if reason else ''}") from error
 
@@ -174,14 +174,14 @@ def _signature(function: Any, skip: int) -> Entry:
 
 
 def _unwrap_kernel(member: Any) -> Any:
-    """Triton wraps a kernel, once or several times, in objects that keep the Python function as ``fn``."""
+    """The Python function of a Triton kernel, which one or several wrappers keep as ``fn``."""
     while not inspect.isroutine(member) and callable(getattr(member, "fn", None)):
         member = member.fn
     return member
 
 
 def _annotated_fields(cls: type) -> list[str]:
-    """Annotated names over the bases, the oldest first, class variables left out."""
+    """Annotated names of a class and its bases, without class variables, base classes first."""
     names: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         for name, annotation in inspect.get_annotations(base).items():
@@ -191,14 +191,14 @@ def _annotated_fields(cls: type) -> list[str]:
 
 
 def _declares(cls: type, name: str) -> bool:
-    """Whether instances have a name that the class object has not: a bare annotation, or an assignment to ``self``."""
+    """Whether instances have a name that the class object lacks: a bare annotation, or an assignment to ``self``."""
     return name in _annotated_fields(cls) or any(
         _assigns(code, name) for base in cls.__mro__ for member in vars(base).values() for code in _codes(member)
     )
 
 
 def _assigns(code: CodeType, name: str) -> bool:
-    """Whether bytecode assigns to ``self.name``; to parse the sources took half a second of a start."""
+    """Whether bytecode assigns to ``self.name``.  Parsing the sources instead would add half a second to start-up."""
     if name not in code.co_names:
         return False
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
@@ -209,12 +209,12 @@ def _assigns(code: CodeType, name: str) -> bool:
 
 
 def _last_loaded(step: dis.Instruction) -> object:
-    """The variable that an instruction loads; Python 3.13 may load two, a value and then what it is stored in."""
+    """The last variable that an instruction loads; Python 3.13 may load two at once, the value and then its owner."""
     return step.argval[-1] if isinstance(step.argval, tuple) else step.argval
 
 
 def _codes(member: object) -> Iterator[CodeType]:
-    """The bytecode of a class's member, and of the functions made in it."""
+    """The code objects of a class member, and of the functions defined inside it."""
     functions = [member]
     if isinstance(member, property):
         functions = [member.fget, member.fset]

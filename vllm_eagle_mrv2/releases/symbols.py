@@ -1,4 +1,4 @@
-"""Symbols of vLLM's private modules that several adapters rely on."""
+"""Symbols of private vLLM modules that several adapters rely on."""
 
 from vllm_eagle_mrv2.releases import draft_loading
 from vllm_eagle_mrv2.releases.surface import Symbol
@@ -73,7 +73,7 @@ STOCK_ATTRIBUTES = (
     "max_num_reqs",
     "num_speculative_steps",
 )
-"""Attributes of every release's speculator, whichever class has them."""
+"""Attributes of the speculator on every release, on whichever class."""
 
 _LAYERS = "vllm.model_executor.layers"
 _VOCAB = f"{_LAYERS}.vocab_parallel_embedding"
@@ -155,7 +155,7 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
     ),
     Symbol(f"{_LAYERS}.linear", "LinearMethodBase", why="tells quantized layers"),
 )
-"""What a draft's head and layers take (draft_logits.py, draft_vocab.py, row_products.py)."""
+"""Symbols that the draft model's head, layers and attention rely on (draft_model/)."""
 
 _SPECULATIVE = "vllm.config.speculative"
 _READING = "vllm.transformers_utils.config"
@@ -181,7 +181,7 @@ CONFIGURATIONS: tuple[Symbol, ...] = (
         for name in ("trust_remote_code", "config_format", "hf_token", "load_format")
     ),
 )
-"""What is asked before anything is loaded."""
+"""Symbols for the checks before anything is loaded."""
 
 EVERYWHERE: tuple[Symbol, ...] = (
     *DRAFT_LAYERS,
@@ -325,7 +325,7 @@ EVERYWHERE: tuple[Symbol, ...] = (
     Symbol("vllm.config.compilation", "CUDAGraphMode.decode_mode"),
 )
 
-# From 0.23 on: a base class for speculators with a draft model.
+# From 0.23 on: speculators with a draft model have a common base class.
 DRAFT_MODEL: tuple[Symbol, ...] = (
     *EVERYWHERE,
     *(Symbol(SPECULATOR, f"DraftModelSpeculator.{name}", why="read or replaced by us") for name in STOCK_ATTRIBUTES),
@@ -337,7 +337,7 @@ DRAFT_MODEL: tuple[Symbol, ...] = (
     Symbol(f"{GPU}.spec_decode.mtp.speculator", "MTPSpeculator"),
 )
 
-# From 0.26 on: the target's builders and buffers are handed to the speculator.
+# From 0.26 on: vLLM passes the target's metadata builders and buffers to the speculator.
 COMMON: tuple[Symbol, ...] = (
     *DRAFT_MODEL,
     Symbol(
@@ -361,7 +361,7 @@ CAPTURE_INPUTS = (
     "kv_cache_config",
 )
 
-# Below 0.28: metadata built by the host between steps (releases/per_step.py).
+# Below 0.28: the host builds attention metadata between steps (releases/per_step.py).
 PER_STEP: tuple[Symbol, ...] = (
     Symbol(f"{GPU}.spec_decode", "init_speculator", ("vllm_config", "device")),
     Symbol(f"{GPU}.cudagraph_utils", "prepare_inputs_to_capture", CAPTURE_INPUTS, releases="<0.21"),
@@ -401,14 +401,14 @@ PER_STEP: tuple[Symbol, ...] = (
     ),
 )
 
-# Below 0.26: the target's builders and buffers are taken from the runner (patches/model_runner.py).
+# Below 0.26: the target's metadata builders and buffers come from the runner (patches/model_runner.py).
 TARGET_INPUTS: tuple[Symbol, ...] = (
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.speculator"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.input_buffers"),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.attn_groups"),
 )
 
-# Below 0.23: one class for all families (releases/monolith.py).
+# Below 0.23: one speculator class for all families (releases/monolith.py).
 _EAGLE = f"{GPU}.spec_decode.eagle.speculator"
 MONOLITH: tuple[Symbol, ...] = (
     *EVERYWHERE,

@@ -1,6 +1,6 @@
-"""Batches whose drafts nobody can use: all their requests are in prefill chunks, or end with their first token.
+"""Detects batches in which no request can use drafts: each is in a prefill chunk, or ends with its first token.
 
-From 0.33 on the scheduler tells the runner of them (#48244); the states that the runner keeps tell it everywhere.
+From 0.33 on the scheduler tells the runner (#48244); the runner's own request states allow it on every release.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def keep_longest_lengths(req_states: Any, sampler: Any) -> None:
-    """Give the runner's states what those of 0.23 and later have: ``max_seq_len``, where each request ends."""
+    """Add ``max_seq_len``, the final length of each request, to the runner's states, as 0.23 and later have it."""
     if sampler is None or hasattr(req_states, "max_seq_len"):
         return
     longest = req_states.max_seq_len = np.zeros(req_states.max_num_reqs, dtype=np.int32)
@@ -25,10 +25,10 @@ def keep_longest_lengths(req_states: Any, sampler: Any) -> None:
 
 
 def drafts_unused(input_batch: Any, req_states: Any) -> bool:
-    """Whether the drafts of a batch that verifies none are sure to go unused.
+    """Whether the drafts of a batch that verifies no drafts are certain to go unused.
 
-    The scheduler drops the drafts of a prefill chunk that is not the last.  The last one yields a token, and where that
-    reaches ``max_tokens``, the request ends.
+    The scheduler drops the drafts of every prefill chunk but the last.  The last chunk yields a token, and the request
+    ends if that token reaches ``max_tokens``.
     """
     live = input_batch.num_reqs
     rows = input_batch.idx_mapping_np[:live]

@@ -1,7 +1,7 @@
-"""What Model Runner V2 does not serve on a release.
+"""Features that Model Runner V2 does not support on a release.
 
-``eagle_mrv2`` selects Model Runner V2, and the choice takes these away.  vLLM lists most of them itself when it makes
-an engine's configuration, and that list decides; the table has the words for a person, and what vLLM does not list.
+``eagle_mrv2`` selects Model Runner V2, which excludes these features.  vLLM itself lists most of them when it makes an
+engine's configuration, and that list decides.  The table describes them, and adds those that vLLM does not list.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 @dataclass(frozen=True)
 class Limit:
-    """One feature that is not served."""
+    """One unsupported feature."""
 
     what: str
-    """The feature, for a person."""
+    """The feature, as messages name it."""
     releases: str = ""
-    """A version specifier: where it is not served."""
+    """Version specifier of the releases that do not support it; empty for all."""
     vllm: str = ""
-    """How vLLM's own list calls it, or how that begins; empty where no release lists it."""
+    """Its name in vLLM's own list, or the beginning of that name; empty if no release lists it."""
     asked: Callable[[Any], bool] | None = None
-    """Whether a ``VllmConfig`` asks for it, where some of the releases do not list it.  None leaves that to vLLM."""
+    """Whether a ``VllmConfig`` asks for it, if some of the releases do not list it; None leaves the check to vLLM."""
     refused: bool = True
-    """Whether an engine that asks for it cannot be; otherwise it runs, with a warning."""
+    """Whether an engine that asks for it is refused; otherwise it runs without the feature, with a warning."""
 
 
 def _mode(config: Any) -> str:
@@ -177,20 +177,20 @@ LIMITS: tuple[Limit, ...] = (
 
 
 def limits_of(version: Version) -> list[Limit]:
-    """What a release does not serve."""
+    """The features that a release does not support."""
     return [limit for limit in LIMITS if version in SpecifierSet(limit.releases)]
 
 
 def check(config: Any, by_vllm: list[str], version: Version) -> list[str]:
-    """Refuse a configuration that asks for what Model Runner V2 does not serve.
+    """Refuse a configuration that asks for features that Model Runner V2 does not support.
 
     Args:
         config: a marked ``VllmConfig``.
-        by_vllm: what it asks for and vLLM says is not served.
-        version: the release.
+        by_vllm: the unsupported features that vLLM lists for it.
+        version: the vLLM release.
 
     Returns:
-        warnings: what the engine runs without, a sentence each.
+        warnings: a sentence for each feature that the engine runs without.
 
     Raises:
         EagleMRV2Error: with the cause and the remedy.
@@ -211,10 +211,10 @@ def check(config: Any, by_vllm: list[str], version: Version) -> list[str]:
 
 
 def listed_by_vllm(validate: Callable[[Any], None], config: Any) -> list[str]:
-    """What a configuration asks for and vLLM says that Model Runner V2 does not serve, in vLLM's words.
+    """The unsupported features that vLLM lists for a configuration, in vLLM's words.
 
     Args:
-        validate: vLLM's own ``VllmConfig._validate_v2_model_runner``; 0.20 has its list nowhere but in what this says.
+        validate: vLLM's own ``VllmConfig._validate_v2_model_runner``; on 0.20 its message is the only list.
         config: a ``VllmConfig``.
     """
     features = getattr(config, "_get_v2_model_runner_unsupported_features", None)

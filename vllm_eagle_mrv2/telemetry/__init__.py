@@ -1,1 +1,1 @@
-"""What an operator sees: counters, metrics, the start-up line."""
+"""Counters, metrics and the start-up line, for the operator."""

@@ -1,4 +1,4 @@
-"""Shows in vLLM's /metrics what is drafted with, and what the workers of the engine count."""
+"""Adds the draft's metrics to vLLM's /metrics: what drafts, and what the workers count."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.telemetry import counters
 
-_info: dict[str, str] = {}  # of the latest engine of this process that asked for eagle_mrv2
+_info: dict[str, str] = {}  # of the latest engine in this process that asked for eagle_mrv2
 
 
 def offer(vllm_config: Any, settings: Settings) -> None:
-    """Have the workers of an engine count, and this process show it."""
+    """Let the workers of an engine share their counts, and let this process show them in /metrics."""
     import vllm
 
     counters.share_folder()
     _info.update(
-        model_name=str(vllm_config.model_config.served_model_name),  # as vLLM labels its own
+        model_name=str(vllm_config.model_config.served_model_name),  # as in the labels of vLLM's own metrics
         version=__version__,
         vllm=vllm.__version__,
         family=settings.family,
@@ -35,7 +35,7 @@ def offer(vllm_config: Any, settings: Settings) -> None:
 
 @functools.cache
 def _show() -> None:
-    """Add the drafts' metrics to those of this process, and to what several API servers show of all of them."""
+    """Add the drafts' metrics to this process's registry, and to the output that several API servers share."""
     from vllm_eagle_mrv2 import patches
     from vllm_eagle_mrv2.releases import installed_version
 
@@ -44,7 +44,7 @@ def _show() -> None:
 
 
 def drafts_added(original: Function) -> Function:
-    """``MultiProcessCollector.collect`` with the drafts' metrics; one is made for each request of /metrics."""
+    """Wrap ``MultiProcessCollector.collect``, which is called for each /metrics request: add the drafts' metrics."""
 
     def collect(self: Any) -> Iterator[Metric]:
         yield from original(self)
@@ -54,10 +54,10 @@ def drafts_added(original: Function) -> Function:
 
 
 class DraftMetrics(Collector):
-    """Metrics of the drafts, read when they are asked for."""
+    """Metrics of the drafts, read from the counters at each collection."""
 
     def collect(self) -> Iterator[Metric]:
-        """What drafts, and of each data-parallel rank the draft phases and the draft length in force."""
+        """Yield what drafts and, for each data-parallel rank, the draft phases and the current draft length."""
         yield InfoMetricFamily("vllm_eagle_mrv2", "What drafts, on which vLLM.", value=_info)
         paths = "; ".join(f"{path}, {how}" for path, how in counters.PATHS.items())
         labels = ["model_name", "engine"]

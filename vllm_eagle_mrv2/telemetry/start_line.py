@@ -1,6 +1,6 @@
-"""What the draft of an engine really does, known once its metadata builders and graph managers are made.
+"""Describes what the draft of an engine really does, once its metadata builders and graph managers exist.
 
-The start-up line says it, and a warning names each slower path with its cause and what to do about it.
+The start-up line reports it, and a warning names each slower path with its cause and the remedy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What there is to say of a draft."""
+    """The facts about a draft that the start-up line and the warnings report."""
 
     vllm: str
     adapter: str
     settings: Settings
     num_draft_tokens: int  # K
-    draft_logits: str | None  # dtype and size of those that are stored
-    draft_vocab: str | None  # how much of the vocabulary a trimmed head has
+    draft_logits: str | None  # dtype and size of the stored draft logits
+    draft_vocab: str | None  # "kept of all" tokens of a trimmed head
     ours: frozenset[Behaviour]
-    """Behaviours that this release's own speculator lacks and that are switched on, whether they run or not."""
+    """Behaviours that this package supplies on this release and that are switched on, whether or not they run."""
 
     # vLLM's graph modes
     asked_mode: Any
@@ -40,34 +40,34 @@ class Facts:
     prefill_mode: Any
     decode_mode: Any
 
-    decode_graphs: bool  # there are graphs of draft decodes
-    fused: bool  # one graph holds them all
-    one_graph: bool  # there are graphs of whole draft phases
-    slots_ahead: bool  # each step leaves the next one's slots
+    decode_graphs: bool  # draft decodes have graphs
+    fused: bool  # one graph holds all draft decodes
+    one_graph: bool  # whole draft phases have graphs
+    slots_ahead: bool  # each step computes the slots of the next one
 
-    backends: str  # of the draft's attention
-    needs_no_builder: bool  # draft decodes run without metadata of theirs
-    builders_refresh: bool  # they can bring their metadata up to date on the device
-    host_builds: bool  # but have the host build it before a replay
+    backends: str  # names of the draft's attention backends
+    needs_no_builder: bool  # draft decodes run without metadata from a builder
+    builders_refresh: bool  # builders can update their metadata on the device
+    host_builds: bool  # but the host builds the metadata before each replay
     kv_cache_groups: int
     context_parallel: int
     data_parallel: int
 
-    draft_argmax: bool  # greedy drafts come from the rows of the draft's own head
-    local_argmax: bool  # and from each rank's shard of them
+    draft_argmax: bool  # greedy drafts are an argmax over the draft's own head
+    local_argmax: bool  # and each rank takes it over its own shard
     filters: bool  # requests' top-k and top-p are honoured
-    products: bool  # some products are ours
-    products_cached: bool  # vLLM's cache of compiled models can tell ours from others
-    unmeasured: str | None  # what is left to PyTorch, as nobody measured it on this GPU
-    quantized: tuple[str, ...]  # layers whose products are vLLM's: how it multiplies, one name a layer
-    attention: bool  # draft decodes attend by ours
-    skips_unused: bool  # nothing is drafted where no request can use it
-    asks_dynamic: bool  # for a K that follows the batch size
+    products: bool  # some products use this package's kernels
+    products_cached: bool  # vLLM's cache of compiled models can tell them apart
+    unmeasured: str | None  # what is left to PyTorch because it was not measured on this GPU
+    quantized: tuple[str, ...]  # quantization method of each layer that is left to vLLM
+    attention: bool  # draft decodes use this package's attention kernel
+    skips_unused: bool  # batches in which no request can use drafts are skipped
+    asks_dynamic: bool  # the user asked for a K that follows the batch size
     dynamic: bool
 
     @classmethod
     def of(cls, draft: StockAdapter) -> Facts:
-        """Those of a speculator whose graphs can be captured."""
+        """The facts of a speculator that is ready for graph capture."""
         import vllm
 
         from vllm_eagle_mrv2.releases import installed_version
@@ -115,7 +115,7 @@ class Facts:
 
     @property
     def active(self) -> list[Behaviour]:
-        """Behaviours beyond the release's own that run."""
+        """The behaviours in ``ours`` that really run, sorted."""
         stores, decodes = self.draft_logits is not None, self.num_draft_tokens > 1
         graphs = bool(self.prefill_mode) or self.decode_graphs
         runs = {
@@ -161,7 +161,7 @@ class Facts:
         return f"{METHOD} {__version__} drafts on vLLM {self.vllm}: {', '.join(parts)}"
 
     def warnings(self) -> Iterator[str]:
-        """A sentence for each slower path that ``disable`` does not ask for, with its cause and the remedy."""
+        """A sentence for each slower path that ``disable`` did not ask for, with the cause and the remedy."""
         enabled = self.settings.options.enabled
         if self.asked_mode and self.settings.enforce_eager:
             yield (
@@ -245,7 +245,7 @@ def _unmeasured(device: torch.device) -> str | None:
 
 
 def _has_decodes(mode: Any) -> bool:
-    """Whether a graph mode has FULL graphs of decodes."""
+    """Whether a graph mode has FULL graphs for decodes."""
     return bool(mode.decode_mode().name == "FULL")
 
 

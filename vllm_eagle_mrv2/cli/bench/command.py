@@ -1,7 +1,7 @@
-"""``vllm-eagle-mrv2 bench``: stock's speculator and ``eagle_mrv2`` on your vLLM, model and prompts, in turn.
+"""``vllm-eagle-mrv2 bench``: measures the stock speculator and ``eagle_mrv2`` in turn on your vLLM, model and prompts.
 
-For each K both engines live at the same time and take turns, so that a machine that speeds up or slows down does so for
-both (`bench_engines`).  Decoding is greedy, and a ratio is given only where both did the same work (`bench_types`).
+For each K both engines are live and take turns, so changes in the machine's speed affect both (`cli.bench.engines`).
+Decoding is greedy, and a ratio is given only if both engines did the same work (`cli.bench.types`).
 
 Exit codes: 0, every K and batch size has its ratio; 1, a ratio is refused, or an engine failed; 2, the bench could not
 be started as asked.
@@ -40,7 +40,7 @@ _PLAIN_WIDTH = 160
 
 
 class Family(str, Enum):
-    """What kind of head drafts."""
+    """Kind of the draft head."""
 
     eagle = "eagle"
     eagle3 = "eagle3"
@@ -48,7 +48,7 @@ class Family(str, Enum):
 
 
 class Against(str, Enum):
-    """What to compare with."""
+    """What ``eagle_mrv2`` is compared with."""
 
     stock = "stock"
     ours = "ours"
@@ -132,7 +132,7 @@ def bench(
     raise typer.Exit(0 if report.passed else 1)
 
 
-# What is asked for
+# The request
 
 
 def _check_outputs(json_output: str | None, plot: Path | None) -> None:
@@ -184,7 +184,7 @@ def _subject(
     """The models that the options name.
 
     Raises:
-        CommandError: options that exclude each other, prompts that cannot be read, a head of no known family.
+        CommandError: options exclude each other, the prompts cannot be read, or the head has no known family.
     """
     length = {} if max_model_len is None else {"max_model_len": max_model_len}
     if shape is not None:
@@ -236,10 +236,10 @@ def _read_prompts(file: Path) -> list[str]:
 def _run(
     comparison: Comparison, ks: list[int], batches: list[int], rounds: int | None, tokens: int | None, track: Track
 ) -> BenchReport:
-    """Measure every K and batch size; an engine that fails leaves the rows before it.
+    """Measure every K and batch size; if an engine fails, the rows measured before it are kept.
 
     Raises:
-        CommandError: an engine failed before there was any row.
+        CommandError: an engine failed before any row was measured.
     """
     rows: list[Row] = []
     started: Started | None = None

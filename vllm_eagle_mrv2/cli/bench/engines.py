@@ -1,4 +1,4 @@
-"""Two live engines that differ in who drafts, measured in turn."""
+"""Two live engines that differ only in the speculator, measured in turn."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 
 WARM_UP_TOKENS = 32
 MAX_NUM_SEQS = 64
-"""As many as either engine is made for, unless a batch is larger; the sizes of captured graphs follow from it."""
+"""``max_num_seqs`` of both engines unless a batch is larger; the sizes of captured graphs follow from it."""
 CORES = 4
-"""As many as the threads of an engine with one GPU keep busy; more GPUs have more workers."""
+"""CPU cores for each GPU of an engine: as many as its threads keep busy."""
 _FIXED_KV_CACHE = "kv_cache_memory_bytes"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The models to measure, and what goes with them."""
+    """The models to measure, with their prompts and engine arguments."""
 
     title: str
     model: str
     draft: str | None
-    """None stands for an MTP head inside the target."""
+    """Path or hub name of the head; None for an MTP head inside the target."""
     family: str
     prompts: list[str] | list[list[int]]
     arguments: dict[str, Any]
     """Arguments for ``LLM``."""
     offline: bool = False
     plugins: dict[str, str] = field(default_factory=dict)
-    """vLLM plugins that its engines load besides those installed: name -> folder."""
+    """vLLM plugins that the engines load in addition to the installed ones: name -> folder."""
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """What the plugins change in an environment."""
+        """The environment variables that the plugins change."""
         if not self.plugins:
             return {}
         path = [*self.plugins.values(), *filter(None, [variables.get("PYTHONPATH")])]
@@ -52,7 +52,7 @@ class Subject:
 
 
 def shape_subject(folder: Path, shape: Shape, family: str, largest_batch: int) -> Subject:
-    """Random weights in a published shape; the configurations are written into ``folder``."""
+    """A subject with random weights in a published shape; its configurations are written into ``folder``."""
     target, draft = write_configs(folder, shape, family)
     arguments = {
         "load_format": "dummy",
@@ -69,16 +69,16 @@ def shape_subject(folder: Path, shape: Shape, family: str, largest_batch: int) -
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and how."""
+    """The two sides to compare, and how their engines are set up."""
 
     subject: Subject
     against_ours: bool = False
-    """Compare with ``eagle_mrv2`` that lacks the behaviours in ``disable``, instead of stock's speculator."""
+    """Compare with ``eagle_mrv2`` without the behaviours in ``disable``, instead of with the stock speculator."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of ``eagle_mrv2``."""
     disable: list[str] = field(default_factory=list)
     overrides: dict[str, Any] = field(default_factory=dict)
-    """The user's own arguments for both ``LLM``."""
+    """The user's own ``LLM`` arguments for both engines."""
     max_num_seqs: int = MAX_NUM_SEQS
     gpu_memory_utilization: float | None = None
     ignore_eos: bool = True
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the sides are called."""
+        """The names of the two sides."""
         reduced = f"{METHOD} without {', '.join(self.disable)}" if self.disable else METHOD
         return (reduced, METHOD) if self.against_ours else ("stock", reduced)
 
@@ -106,7 +106,7 @@ class Comparison:
         with self._process(0, methods[0]) as first, self._process(1, methods[1]) as second:
             jobs = [self.job(k, method, given) for method, given in zip(methods, options, strict=True)]
             first.send(jobs[0])
-            # An engine that sizes its KV cache by what memory is free must not see another one grow meanwhile.
+            # An engine that sizes its KV cache by the free memory must start while no other engine allocates.
             alone = _FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
             started = first.receive() if alone else None
             second.send(jobs[1])
@@ -120,9 +120,9 @@ class Comparison:
                 process.finish()
 
     def _share_cores(self, *engines: EngineProcess) -> None:
-        """Keep engines that run in turn to the same few cores, so that neither has the better ones.
+        """Restrict engines that run in turn to the same few cores, so that neither gets better ones.
 
-        Where an iteration waits for the host, two engines of the very same kind had differed by several per cent.
+        Without this, two identical engines differed by several per cent when an iteration was bound by the CPU.
         """
         gpus = math.prod(int(self.overrides.get(f"{way}_parallel_size", 1)) for way in ("tensor", "pipeline"))
         cores = sorted(os.sched_getaffinity(0))[-CORES * gpus :]
@@ -135,7 +135,7 @@ class Comparison:
         return EngineProcess("vllm_eagle_mrv2.cli.bench.worker", self.names[side], variables, self.verbose)
 
     def job(self, k: int, method: str, options: dict[str, Any]) -> Job:
-        """The engine that drafts ``k`` tokens with a method of vLLM's or ours, and the options of ours."""
+        """The job of an engine that drafts ``k`` tokens with a method; ``options`` are those of ``eagle_mrv2``."""
         overrides = dict(self.overrides)
         speculative = {**overrides.pop("speculative_config", {}), "method": method, "num_speculative_tokens": k}
         if self.subject.draft is not None:
@@ -146,7 +146,7 @@ class Comparison:
         arguments = {
             "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": self.gpu_memory_utilization or (0.1 if fixed else 0.42),
-            "enable_prefix_caching": False,  # or a round would find the prefills of the one before
+            "enable_prefix_caching": False,  # or a round would reuse the prefills of the previous one
             "disable_log_stats": False,
             "seed": 0,
             **self.subject.arguments,
@@ -163,7 +163,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class EnginePair:
-    """Two live engines, the one to compare against first."""
+    """Two live engines: first the one to compare against, then ``eagle_mrv2``."""
 
     k: int
     names: tuple[str, str]
@@ -173,7 +173,7 @@ class EnginePair:
     def compare(
         self, batch: int, rounds: int, max_tokens: int, on_round: Callable[[int], None] = lambda done: None
     ) -> Row:
-        """Measure a batch size, each engine once a round and in turn the first of it; the other idles meanwhile.
+        """Measure a batch size: each engine once a round, alternating which goes first, while the other idles.
 
         Raises:
             CommandError: an engine failed.

@@ -1,4 +1,4 @@
-"""What the bench found: as a table, as JSON and as a drawing."""
+"""The results of the bench as a table, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_eagle_mrv2.cli.on_cpu import TIMES_MEAN_NOTHING
 
 
 class BenchReport(BaseModel):
-    """All rows of a run, and where and of what they are."""
+    """All rows of a run, with the machine and models that they were measured on."""
 
     title: str
     versions: dict[str, str | None]
@@ -29,7 +29,7 @@ class BenchReport(BaseModel):
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
-    """Everything but the token ids of the rounds."""
+    """The report as JSON, without the token ids of the rounds."""
     return {
         "title": report.title,
         "versions": {"vllm": report.started.vllm_version, **report.versions},
@@ -59,7 +59,7 @@ def _rounds_to_json(row: Row, side: Side) -> list[dict[str, Any]]:
 
 
 def print_report(report: BenchReport, console: Console) -> None:
-    """The table, then why any ratio is missing."""
+    """Print the table, then the reasons for missing ratios."""
     started = report.started
     console.print(f"vLLM {started.vllm_version} on {started.device_name}: {report.title}", highlight=False)
     table = Table(title="Medians over the rounds; milliseconds", title_justify="left")
@@ -105,10 +105,10 @@ def _ratio(row: Row) -> str:
 
 
 def draw(report: BenchReport, path: Path) -> None:
-    """Iteration times and ratios by batch size, one colour a K; a refused row has times only.
+    """Plot iteration times and ratios by batch size, one colour for each K; a refused row has times only.
 
     Args:
-        path: where to; the ending chooses the format, as in matplotlib.
+        path: output file; its extension selects the format, as in matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Models of a published shape without a checkpoint: vLLM makes up the weights when it loads them."""
+"""Models of a published shape without a checkpoint; vLLM loads them with random weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 PROMPT_TOKENS = 128
 VOCABULARY = 128256
 DRAFT_VOCABULARY = 32000
-"""Rows of an EAGLE-3 head's own vocabulary."""
+"""Size of an EAGLE-3 head's own draft vocabulary."""
 OWN_HEAD_PLUGIN = "eagle_mrv2_own_head"
 
 
 class Shape(str, Enum):
-    """The Llama 3 model whose layers it has: 3.2-1B, 3.2-3B or 3.1-8B."""
+    """A shape of Llama 3: that of 3.2-1B, 3.2-3B or 3.1-8B."""
 
     b1 = "1b"
     b3 = "3b"
@@ -50,10 +50,10 @@ _SHAPES: dict[Shape, dict[str, int]] = {
 
 
 def write_configs(folder: Path, shape: Shape, family: str) -> tuple[str, str]:
-    """Write a folder each, with a ``config.json``, for a target and its one-layer head.
+    """Write a folder with a ``config.json`` each for a target and its one-layer head; return their paths.
 
     Args:
-        folder: where to.
+        folder: the folder to write them into.
         shape: the shape of both.
         family: ``eagle`` or ``eagle3``.
     """
@@ -85,9 +85,9 @@ def write_configs(folder: Path, shape: Shape, family: str) -> tuple[str, str]:
 
 
 def write_own_head(folder: Path) -> str:
-    """Write a vLLM plugin that has an EAGLE-3 head keep its own output rows; the folder is for ``PYTHONPATH``.
+    """Write a vLLM plugin that makes an EAGLE-3 head keep its own output rows; return a folder for ``PYTHONPATH``.
 
-    Checkpoints say so by containing them.  Without a checkpoint vLLM takes the target's, which are four times as many.
+    A real checkpoint contains these rows.  Without a checkpoint vLLM uses the target's, which are four times as many.
     """
     information = folder / f"{OWN_HEAD_PLUGIN}-0.dist-info"
     information.mkdir(parents=True, exist_ok=True)

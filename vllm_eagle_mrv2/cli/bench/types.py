@@ -1,4 +1,4 @@
-"""What goes in and out of an engine of the bench, and what two engines' rounds amount to."""
+"""The jobs and results of a bench engine, and the comparison of two engines' rounds."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Job(BaseModel):
     model: str
     speculative_config: dict[str, Any]
     arguments: dict[str, Any]
-    """Arguments for ``LLM``, which the worker cuts down on a CPU."""
+    """Arguments for ``LLM``, which the worker reduces on a CPU."""
     overrides: dict[str, Any]
-    """The user's own arguments for ``LLM``; they have the last word."""
+    """The user's own arguments for ``LLM``, which take precedence."""
     prompts: list[str] | list[list[int]]
-    """Texts or token ids; a batch takes as many as it needs, from the first on."""
+    """Texts or token ids; a batch takes as many as it needs, starting with the first."""
     ignore_eos: bool
 
 
 class Started(BaseModel):
-    """What is running where."""
+    """The versions and the device of a started engine."""
 
     vllm_version: str
     device: str
@@ -44,11 +44,11 @@ class Batch(BaseModel):
 
 
 class Round(BaseModel):
-    """One measured generation of a batch.  The counters are differences around it."""
+    """One measured generation of a batch; its counters cover this generation only."""
 
     seconds: float
     iterations: int
-    """Engine iterations (verify and draft) that gave tokens; prefill chunks without a token count as time only."""
+    """Engine iterations (verify and draft) that yielded tokens; prefill chunks without a token count as time only."""
     token_ids: list[list[int]]
     num_drafts: int
     num_draft_tokens: int
@@ -68,18 +68,18 @@ class Round(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def iteration_ms(self) -> float:
-        """Milliseconds an engine iteration, over the whole generation."""
+        """Milliseconds per engine iteration, averaged over the whole generation."""
         return self.seconds / self.iterations * 1e3
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens a second, over all requests."""
+        """Generated tokens per second, over all requests."""
         return self.num_tokens / self.seconds
 
 
 class Figures(BaseModel):
-    """One side of a row: medians over its rounds, and all their drafts together."""
+    """One side of a row: medians over its rounds, and the acceptance over all its drafts."""
 
     iteration_ms: float
     tokens_per_second: float
@@ -93,23 +93,23 @@ class Figures(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def acceptance_length(self) -> float:
-        """Tokens that one iteration of a request yields, the target's own included."""
+        """Tokens that one iteration of a request yields, including the target's own."""
         return 1 + sum(self.acceptance)
 
 
 class Row(BaseModel):
-    """The rounds of one K and batch size, in pairs of neighbours."""
+    """The rounds of one K and batch size, in pairs of neighbouring rounds."""
 
     k: int
     batch: int
     names: tuple[str, str]
-    """What the sides are called, the one to compare against first."""
+    """The names of the two sides, first the one to compare against."""
     against: list[Round]
     eagle_mrv2: list[Round]
 
     @property
     def refusals(self) -> list[str]:
-        """Why there is no ratio: in what the first pair of rounds that did not do the same work differs."""
+        """Why there is no ratio: the differences in the first pair of rounds that did not do the same work."""
         for number, pair in enumerate(zip(self.against, self.eagle_mrv2, strict=True), start=1):
             found = [f"round {number}: {one}" for one in _differences(*pair, self.names)]
             if found:
@@ -122,16 +122,16 @@ class Row(BaseModel):
 
     @property
     def quartiles(self) -> tuple[float, float, float] | None:
-        """Quartiles and median of time against / time ours over the pairs; None where there is no ratio."""
+        """Quartiles and median of the ratios against / eagle_mrv2 over the pairs; None if the ratio is refused."""
         if self.refusals:
             return None
         pairs = zip(self.against, self.eagle_mrv2, strict=True)
         ratios = [theirs.iteration_ms / mine.iteration_ms for theirs, mine in pairs]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")  # none beyond what was measured
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")  # never outside the measured range
         return low, middle, high
 
     def figures(self, side: Side) -> Figures:
-        """What is to be said of one side's rounds together."""
+        """The figures of all rounds of one side."""
         rounds: list[Round] = getattr(self, side)
         drafts = sum(taken.num_drafts for taken in rounds)
         positions = zip(*(taken.num_accepted_tokens_per_pos for taken in rounds), strict=False)
@@ -142,7 +142,7 @@ class Row(BaseModel):
 
 
 def _differences(against: Round, ours: Round, names: tuple[str, str]) -> list[str]:
-    """In what two rounds did not do the same work; empty where they did."""
+    """The differences in the work of two rounds; empty if both did the same work."""
     found = []
     tokens = first_difference(against.token_ids, ours.token_ids)
     if tokens:

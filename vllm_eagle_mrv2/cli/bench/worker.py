@@ -1,4 +1,4 @@
-"""One engine of the bench, in its own process (`engine_process`): a `Job` in, then a `Round` for each `Batch`."""
+"""One bench engine in its own process (`cli.engine_process`): takes a `Job`, then gives a `Round` for each `Batch`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_ARGUMENTS = {"enforce_eager": True, "dtype": "float32"}
 
 
 class BenchEngine:
-    """A live engine and the prompts that it is measured on."""
+    """A live engine and the prompts that it is measured with."""
 
     def __init__(self, job: Job) -> None:
         """Start the engine."""
@@ -40,14 +40,13 @@ class BenchEngine:
         )
 
     def measure(self, batch: Batch) -> Round:
-        """Generate greedily for the first prompts, all put in at once, and take the time of every output.
+        """Generate greedily for the first prompts, all added at once, and time every output.
 
-        The time to first token counts from the moment that the scheduler may start on the batch.  Inter-token latency
-        is the time between successive outputs of a request; an iteration that yields n tokens after a gap counts as n
-        tokens of gap / n each.
+        The time to first token starts when the scheduler may begin with the batch.  The inter-token latency is the time
+        between successive outputs of a request; n tokens that one iteration yields after a gap count gap / n each.
 
         Raises:
-            ValueError: a prompt leaves no room for the tokens to generate.
+            ValueError: a prompt leaves no room in the context for the tokens to generate.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -63,8 +62,8 @@ class BenchEngine:
         )
         engine, clock = self._llm.llm_engine, time.perf_counter
         before = read_counters(self._llm)
-        # Requests that trickle in would be scheduled into other batches in every round, and in half precision the
-        # shape of a batch decides near-ties; so the scheduler waits until it has them all.
+        # The scheduler waits until it has all requests.  Otherwise every round would schedule them into different
+        # batches, and in half precision the batch shape decides near-ties.
         self._llm.sleep(level=0)
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), {"type": "token", "prompt_token_ids": prompt}, params)
@@ -87,7 +86,7 @@ class BenchEngine:
 
 
 def _read_steps(steps: list[tuple[float, list[Any]]], began: float, size: int) -> dict[str, Any]:
-    """Token ids and latencies of every request out of the outputs of every step and their times."""
+    """Token ids and latencies of the requests, from the (time, outputs) of every step."""
     token_ids: list[list[int]] = [[] for _ in range(size)]
     arrivals: list[list[tuple[float, int]]] = [[] for _ in range(size)]
     for at, outputs in steps:
@@ -109,7 +108,7 @@ def _read_steps(steps: list[tuple[float, list[Any]]], began: float, size: int) -
 
 
 def inter_token_latencies(arrivals: list[tuple[float, int]]) -> list[float]:
-    """Seconds for every token of a request after its first output.
+    """Inter-token latency in seconds of every token of a request after its first output.
 
     Args:
         arrivals: (time in seconds, new tokens) of each output.
@@ -118,8 +117,8 @@ def inter_token_latencies(arrivals: list[tuple[float, int]]) -> list[float]:
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of the values do not exceed (nearest rank); 0 of none."""
-    if not values:  # every text ended with its first output
+    """The smallest value that at least ``percent`` of the values do not exceed (nearest rank); 0 without values."""
+    if not values:  # every request ended with its first output
         return 0.0
     return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
 

@@ -1,15 +1,15 @@
 """``vllm-eagle-mrv2 demo``: the same prompts without speculation, with stock EAGLE and with ``eagle_mrv2``.
 
-The engines are the installed vLLM's, each in a process of its own (`demo_worker`), all on Model Runner V2.  Decoding is
-greedy, so the three must give the same tokens.
+The three engines use the installed vLLM on Model Runner V2, each in its own process (`cli.demo.worker`).  Decoding is
+greedy, so all three must give the same tokens.
 
-They do so in float32 only, and float32 is what the demo asks for.  In half precision the target's logits depend on the
-shape of the batch that they were computed in, and verifying K + 1 tokens is another shape than decoding one: where two
-tokens nearly tie, stock speculation too may take the other.  So where the GPU has no attention backend for float32, the
-demo runs in bfloat16, and there ``eagle_mrv2`` has to match the stock speculative run or the run without speculation.
+This holds in float32 only, which the demo uses by default.  In half precision the target's logits depend on the shape
+of the batch, and verifying K + 1 tokens has another shape than decoding one.  Where two tokens nearly tie, stock
+speculation may also choose the other one.  If the GPU has no attention backend for float32, the demo runs in bfloat16,
+and ``eagle_mrv2`` has to match either the stock speculative run or the run without speculation.
 
-Exit codes: 0, the tokens are equal in that sense and our speculator drafted them; 1, they are not, or it did not, or
-an engine failed; 2, the demo could not be started as asked.
+Exit codes: 0, the tokens match in this sense and the ``eagle_mrv2`` speculator drafted them; 1, they do not match, it
+did not draft, or an engine failed; 2, the demo could not be started as asked.
 """
 
 from __future__ import annotations
@@ -106,15 +106,15 @@ def _families(family: Family, model: str | None, draft: str | None) -> list[str]
 def _run_all(
     job: Job, drafts: dict[str, str], num_speculative_tokens: int, track: Track, verbose: bool, fall_back: bool
 ) -> list[FamilyReport]:
-    """Run the baseline once and both methods for every family.
+    """Run the baseline once, and both methods for every family.
 
     Args:
-        job: the job of the baseline.
+        job: the baseline's job.
         drafts: family -> path of its head.
         num_speculative_tokens: K.
         track: makes a progress bar.
-        verbose: let vLLM's log through to stderr.
-        fall_back: whether to go to bfloat16 where float32 has no attention backend.
+        verbose: show vLLM's log on stderr.
+        fall_back: whether to use bfloat16 if float32 has no attention backend.
     """
 
     def run(name: str, method: str | None = None, head: str | None = None) -> Measurement:
@@ -147,14 +147,14 @@ def _run_all(
 
 
 def _run_engine(job: Job, on_tokens: OnProgress, verbose: bool) -> Measurement:
-    """Run one engine in a process of its own.
+    """Run one engine in its own process.
 
     Raises:
         CommandError: the engine failed.
     """
     method = job.speculative_config["method"] if job.speculative_config else None
-    # Triton multiplies float32 in TF32 unless told otherwise, which brings the near-ties back.
+    # By default Triton multiplies float32 in TF32, which would bring the near-ties back.
     variables = environment(method, HF_HUB_OFFLINE="1", TRITON_F32_DEFAULT="ieee")
-    variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in the worker itself, where it can be looked at
+    variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # keeps the engine in the worker's process, for inspection
     with EngineProcess("vllm_eagle_mrv2.cli.demo.worker", method or "no speculation", variables, verbose) as engine:
         return Measurement.model_validate(engine.ask(job, on_tokens))

@@ -15,7 +15,7 @@ def load_prompts() -> list[str]:
     """Texts that the pair was not trained on.
 
     Raises:
-        CommandError: the package came without its demo pair.
+        CommandError: the installed package lacks its demo pair.
     """
     try:
         prompts: list[str] = json.loads((PAIR / "prompts.json").read_text(encoding="utf-8"))
@@ -25,6 +25,6 @@ def load_prompts() -> list[str]:
 
 
 def require_vllm() -> None:
-    """Raises `CommandError` where vLLM is not installed."""
+    """Raise `CommandError` if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise CommandError("vLLM is not installed here: install a release that this package supports.", 2)

@@ -1,4 +1,4 @@
-"""What the demo found, for a person and for a program."""
+"""The results of the demo, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ class FamilyReport:
 
     @property
     def outputs_match_baseline(self) -> bool:
-        """Whether ours gave the tokens of the run without speculation."""
+        """Whether ``eagle_mrv2`` gave the same tokens as the run without speculation."""
         return self.eagle_mrv2.token_ids == self.baseline.token_ids
 
     @property
     def stock_outputs_match_baseline(self) -> bool:
-        """Whether stock speculation gave the tokens of the run without speculation."""
+        """Whether stock speculation gave the same tokens as the run without speculation."""
         return self.stock.token_ids == self.baseline.token_ids
 
     @property
     def outputs_match_stock(self) -> bool:
-        """Whether ours gave the tokens of stock speculation."""
+        """Whether ``eagle_mrv2`` gave the same tokens as stock speculation."""
         return self.eagle_mrv2.token_ids == self.stock.token_ids
 
     @property
     def drafted(self) -> bool:
-        """Whether our speculator was made, and drafted."""
+        """Whether this package's speculator was made and drafted."""
         return self.eagle_mrv2.is_eagle_mrv2 and self.eagle_mrv2.num_drafts > 0
 
     @property
     def passed(self) -> bool:
-        """Whether ours drafted and its tokens are right, as far as the precision can tell."""
+        """Whether ``eagle_mrv2`` drafted and its tokens are right, as far as the precision can tell."""
         right = self.outputs_match_baseline or (self.dtype != "float32" and self.outputs_match_stock)
         return self.drafted and right
 
 
 def to_json(reports: list[FamilyReport]) -> dict[str, Any]:
-    """One object: the report itself for one family, ``families`` with a report each for several."""
+    """The report of a single family; for several, an object with the report of each under ``families``."""
     if len(reports) == 1:
         return _report_to_json(reports[0])
     return {
@@ -111,9 +111,9 @@ def _run_to_json(run: Measurement) -> dict[str, Any]:
 
 
 def print_reports(reports: list[FamilyReport], console: Console) -> None:
-    """The texts, and for each family a table and the verdict.
+    """Print the texts, and a table and the verdict for each family.
 
-    Texts that families share are those of the first one; where one differs, its verdict says so.
+    The texts are those of the first family; the verdict of another family says where its texts differ.
     """
     first = reports[0]
     for prompt, text in zip(first.prompts, first.eagle_mrv2.texts, strict=True):
@@ -184,7 +184,7 @@ def _print_verdict(report: FamilyReport, console: Console) -> None:
 
 
 def first_difference(left: list[list[int]], right: list[list[int]]) -> str:
-    """Where the token ids of two runs part, for a person; empty where they do not."""
+    """A description of the first difference between the token ids of two runs; empty if there is none."""
     for number, (ours, theirs) in enumerate(zip(left, right, strict=True), start=1):
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False), start=1)

@@ -1,4 +1,4 @@
-"""What goes in and out of an engine of the demo."""
+"""The job and the result of a demo engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 
 class Job(BaseModel):
-    """What one engine is to run."""
+    """What one engine has to run."""
 
     model: str
     speculative_config: dict[str, Any] | None
@@ -19,7 +19,7 @@ class Job(BaseModel):
 
 
 class Measurement(BaseModel):
-    """What one engine did.  The counters are differences around the measured generation."""
+    """The result of one engine; its counters cover the measured generation only."""
 
     vllm_version: str
     device: str
@@ -38,12 +38,12 @@ class Measurement(BaseModel):
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens a second, over all requests."""
+        """Generated tokens per second, over all requests."""
         return sum(map(len, self.token_ids)) / self.seconds
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens that one iteration of a request yields, the target's own included."""
+        """Tokens that one iteration of a request yields, including the target's own."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property

@@ -1,4 +1,4 @@
-"""One engine of the demo, in its own process (`engine_process`): a `Job` in, a `Measurement` out."""
+"""One demo engine in its own process (`cli.engine_process`): answers a `Job` with a `Measurement`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_eagle_mrv2.cli.engine_process import serve
 from vllm_eagle_mrv2.releases.surface import class_path
 
 PROMPT_ROOM = 256
-"""Tokens that the longest prompt may have, so that the KV cache need not hold the checkpoint's whole context."""
+"""Maximum prompt length in tokens, so that the KV cache need not hold the checkpoint's whole context."""
 WARM_UP_TOKENS = 8
 
 
@@ -35,7 +35,7 @@ def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
         max_num_seqs=len(job.prompts),
         gpu_memory_utilization=job.gpu_memory_utilization,
         enforce_eager=current_platform.is_cpu(),
-        enable_prefix_caching=False,  # or the warm-up would do the prefills of the measured generation
+        enable_prefix_caching=False,  # or the measured generation would reuse the warm-up's prefills
         disable_log_stats=False,
         seed=0,
     )
@@ -62,13 +62,13 @@ def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
 def _generate(
     llm: Any, prompts: list[str], max_tokens: int, on_progress: Callable[[int], None]
 ) -> tuple[list[Any], int]:
-    """The outputs of the prompts in their order, and how many iterations of the engine they took."""
+    """The outputs in the order of the prompts, and the number of engine iterations that they took."""
     from vllm import SamplingParams
 
     engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     for index, prompt in enumerate(prompts):
-        # The form that LLM.generate itself hands on; generate() would report a request only when it is finished.
+        # The prompt form that LLM.generate uses; generate() itself would report a request only when it is finished.
         engine.add_request(str(index), {"type": "token", "prompt_token_ids": tokenizer.encode(prompt)}, params)
     latest: dict[int, Any] = {}
     iterations = 0
@@ -81,7 +81,7 @@ def _generate(
 
 
 def _speculator_classes(llm: Any) -> dict[str, Any]:
-    """Which classes drafted, found in the engine of this process."""
+    """The classes that draft in the engine of this process."""
     engine = llm.llm_engine.engine_core.engine_core
     speculator = engine.model_executor.driver_worker.worker.model_runner.speculator
     if speculator is None:
@@ -90,7 +90,7 @@ def _speculator_classes(llm: Any) -> dict[str, Any]:
     return {
         "speculator_class": class_path(type(speculator)),
         "graph_manager_classes": [class_path(type(manager)) for manager in managers],
-        # Hosts of other packages are built of this one's classes too.
+        # Adapters of other packages also derive from this package's classes.
         "is_eagle_mrv2": any(base.__module__.startswith("vllm_eagle_mrv2.") for base in type(speculator).__mro__),
     }
 

@@ -1,8 +1,8 @@
-"""``vllm-eagle-mrv2 doctor``: whether ``eagle_mrv2`` will run on the installed vLLM, and why not.
+"""``vllm-eagle-mrv2 doctor``: tells whether ``eagle_mrv2`` will run on the installed vLLM and, if not, why.
 
-It imports vLLM's modules, as checking them takes, but makes no engine: no GPU and no model are needed.
+It imports the vLLM modules that it checks but makes no engine, so it needs neither a GPU nor a model.
 
-Exit codes: 0, eagle_mrv2 will run; 1, it will not; 2, there is nothing to look at: no vLLM, or no such recording.
+Exit codes: 0, eagle_mrv2 will run; 1, it will not; 2, there is nothing to check: no vLLM, or no such recording.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def doctor(
 
 
 def examine(deployment: Deployment | None = None) -> DoctorReport:
-    """Look at the installed vLLM, and at what is to be served by it."""
+    """Check the installed vLLM and, if one is given, a deployment on it."""
     report = DoctorReport(
         package_version=__version__,
         source="installed",
@@ -114,7 +114,7 @@ def examine(deployment: Deployment | None = None) -> DoctorReport:
         plugin=_plugin(),
     )
     spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:  # without an origin it is a folder that happens to have the name
+    if spec is None or spec.origin is None:  # without an origin it is only a folder with this name
         report.problems.append("vLLM is not installed here: install a release that this package supports.")
         report.exit_code = 2
         return report
@@ -122,7 +122,7 @@ def examine(deployment: Deployment | None = None) -> DoctorReport:
     _check_kill_switch(report)
     try:
         report.vllm_version = str(importlib.import_module("vllm").__version__)
-    except Exception as error:  # a broken installation may fail in any way; the reason is the finding
+    except Exception as error:  # a broken installation may raise anything; the reason is reported
         report.problems.append(f"vLLM is installed but cannot be imported ({_reason(error)}); reinstall it.")
     else:
         report.platform = _platform(report)
@@ -136,7 +136,7 @@ def examine(deployment: Deployment | None = None) -> DoctorReport:
 
 
 def examine_recorded(wanted: str) -> DoctorReport:
-    """Look at a recording: nothing of this environment counts.
+    """Check a recording; this environment does not matter.
 
     Args:
         wanted: a recorded release, or the path of a recording.
@@ -160,7 +160,7 @@ def examine_recorded(wanted: str) -> DoctorReport:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Standard output is the report's alone; what vLLM says on being imported goes elsewhere or nowhere."""
+    """Keep the output of vLLM's imports away from standard output, which is for the report alone."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -172,7 +172,7 @@ def _quiet() -> Iterator[None]:
 
 
 def version_of(*names: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
+    """The version of the first installed distribution among these; None if none is installed."""
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -188,7 +188,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _plugin() -> PluginReport:
-    """The same choice as vLLM's own: VLLM_PLUGINS, where set, lists the names to load, and nothing is stripped."""
+    """Whether vLLM loads the plugin, by vLLM's rule: VLLM_PLUGINS, if set, lists the names, spaces included."""
     registered = any(entry.name == METHOD for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP))
     wanted = os.environ.get("VLLM_PLUGINS")
     return PluginReport(
@@ -256,7 +256,7 @@ def _check_device(report: DoctorReport, platform: Any) -> None:
 
 
 def _adapter(report: DoctorReport, release: str) -> Release | None:
-    """Choose the adapter and describe it, or say why there is none."""
+    """Choose the release's adapter and describe it, or report why there is none."""
     version = releases.stock_version(release)
     try:
         newest = max(Version(series) for known in releases.all_releases() for series in known.series)
@@ -269,7 +269,7 @@ def _adapter(report: DoctorReport, release: str) -> Release | None:
                 f"python tools/record_surface.py --drift {version} prints what an adapter for it has to take up."
             )
         return None
-    except Exception as error:  # an adapter of another package may fail to load in any way
+    except Exception as error:  # an adapter of another package may raise anything when it loads
         report.problems.append(
             f"an adapter of the entry-point group {releases.ENTRY_POINTS} is broken ({_reason(error)})."
         )
@@ -296,7 +296,7 @@ def _adapter(report: DoctorReport, release: str) -> Release | None:
 
 
 def _unsupported(adapter: Release, version: Version) -> list[str]:
-    """What `Release.check_settings` and the patches refuse there, and what Model Runner V2 does not serve."""
+    """What `Release.check_settings` and the patches refuse on a release, and what Model Runner V2 does not serve."""
     phrases = [*adapter.unsupported]
     phrases += [f"{family} drafts: use method={family}" for family in FAMILIES if family not in adapter.families]
     if "eagle3" in adapter.families and not adapter.eagle3_over_pp:
@@ -313,7 +313,7 @@ def _check_adapter(report: DoctorReport, adapter: Release, release: str) -> None
     _blame_symbols(report, f"vLLM {release} is not the stock release that adapter {adapter.name} knows")
     try:
         adapter.check_settings(Settings(adapter.families[0], Options()), SimpleNamespace())
-    except EagleMRV2Error as error:  # what the environment forbids to every deployment
+    except EagleMRV2Error as error:  # refused for every deployment in this environment
         report.problems.append(str(error))
     if all(symbol.status == "found" for symbol in report.symbols):
         _check_speculators(report, adapter)
@@ -337,7 +337,7 @@ def _blame_symbols(report: DoctorReport, what: str) -> None:
 
 
 def _check_speculators(report: DoctorReport, adapter: Release) -> None:
-    """Our own classes sit on the release's; making the class takes no device, unlike making the object."""
+    """Check that this package's speculator classes can be derived from the release's, which needs no device."""
     try:
         module = importlib.import_module(adapter.speculators)
         for family in adapter.families:

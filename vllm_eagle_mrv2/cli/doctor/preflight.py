@@ -1,7 +1,7 @@
-"""Whether one deployment will draft by ``eagle_mrv2`` on the installed vLLM, from configurations alone.
+"""Checks from configurations alone whether a deployment will draft with ``eagle_mrv2`` on the installed vLLM.
 
-The engine's own functions are asked, so that what they refuse is refused here in the same words: vLLM makes the whole
-configuration of the engine where it can here; where the target is not for this machine, target and draft are read.
+The check calls the engine's own functions, so it refuses the same things with the same messages.  vLLM makes the whole
+engine configuration if it can on this machine; otherwise only the configurations of target and draft are read.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is to be served."""
+    """A target and a draft to serve, and the engine arguments that matter for the check."""
 
     target: str
     draft: str | None
     num_speculative_tokens: int
     max_num_seqs: int | None = None
-    """None takes vLLM's own number for a server on this machine."""
+    """None for vLLM's default for a server on this machine."""
     probabilistic: bool = False
     trust_remote_code: bool = False
 
     def engine_args(self, version: Version, *, drafts: bool = True) -> Any:
-        """vLLM's ``EngineArgs``; nothing is loaded by them.
+        """vLLM's ``EngineArgs`` of the deployment; they load nothing.
 
         Args:
             version: the installed release.
-            drafts: False leaves the draft out.
+            drafts: whether to include the draft.
         """
         from vllm.engine.arg_utils import EngineArgs
 
@@ -65,11 +65,11 @@ class Deployment:
 
 
 def examine_deployment(report: DoctorReport, deployment: Deployment, version: Version) -> None:
-    """Look at a deployment and put what is found into the report.
+    """Check a deployment and add the findings to the report.
 
     Args:
-        report: of a vLLM on which ``eagle_mrv2`` runs.
-        deployment: what is to be served.
+        report: the report of a vLLM on which ``eagle_mrv2`` runs.
+        deployment: the deployment to check.
         version: the installed release.
     """
     register()
@@ -80,7 +80,7 @@ def examine_deployment(report: DoctorReport, deployment: Deployment, version: Ve
     )
     try:
         arguments = deployment.engine_args(version)
-    except Exception as error:  # whatever vLLM finds wrong with the target's name, in whatever way
+    except Exception as error:  # vLLM may raise anything for a target's name
         report.problems.append(_not_served(deployment, error))
         return
     try:
@@ -101,7 +101,7 @@ def _engine_config(arguments: Any) -> Any:
 
 
 def _family(arguments: Any) -> Family | None:
-    """Also of a deployment that is refused for something else, or that is not for this machine."""
+    """The draft's family, also of a deployment that is refused for another reason or cannot run on this machine."""
     try:
         settings = take_settings(arguments)
     except EagleMRV2Error:
@@ -114,9 +114,9 @@ def _not_served(deployment: Deployment, error: Exception) -> str:
 
 
 def _blame(report: DoctorReport, deployment: Deployment, version: Version, error: Exception) -> None:
-    """Tell whether the draft or the target is at fault when vLLM makes no configuration of the two.
+    """Report whether the draft or the target is at fault if vLLM cannot make a configuration of both.
 
-    What keeps the target alone from being served here may be this machine: a CPU has no kernels for FP8 weights.
+    The machine may be the reason if the target alone fails too: for example, a CPU has no kernels for FP8 weights.
     """
     from vllm.platforms import current_platform
 
@@ -136,7 +136,7 @@ def _blame(report: DoctorReport, deployment: Deployment, version: Version, error
 
 
 class _Shape:
-    """What is asked of vLLM's ``ModelConfig``, read off a configuration alone."""
+    """The part of vLLM's ``ModelConfig`` that the checks need, read from a model's configuration alone."""
 
     def __init__(self, model: str, hf_config: Any) -> None:
         from vllm.transformers_utils.config import get_hf_text_config
@@ -179,12 +179,12 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
         )
     except EagleMRV2Error as refusal:
         report.problems.append(str(refusal))
-    except (AttributeError, AssertionError, TypeError, ValueError) as error:  # of names and sizes that are unusual
+    except (AttributeError, AssertionError, TypeError, ValueError) as error:  # from unusual names and sizes
         report.notes.append(f"whether the draft fits its target could not be told ({first_sentence(error)}).")
 
 
 def _check_architecture(draft: _Shape, family: Family) -> None:
-    """Refuse a draft for whose target vLLM has no such head, as it does itself in making the engine's configuration."""
+    """Refuse a draft if vLLM has no head for its target's architecture, as vLLM does for an engine's configuration."""
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
@@ -210,5 +210,5 @@ def _describe(found: DeploymentReport, config: Any, version: Version) -> None:
 
 
 def _draft_logits(max_num_seqs: int, num_draft_tokens: int, vocabulary: int) -> int:
-    """Bytes of the stored draft logits; options may store them in the head's dtype from 0.28 on, at half of that."""
+    """Bytes of the stored draft logits in float32; from 0.28 on, an option stores them in the head's dtype."""
     return max_num_seqs * num_draft_tokens * vocabulary * _FLOAT32

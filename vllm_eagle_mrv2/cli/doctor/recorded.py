@@ -1,4 +1,4 @@
-"""The recorded surfaces that the package carries: what ``tools/record_surface.py`` wrote of each release."""
+"""The recorded surfaces in the package, written by ``tools/record_surface.py`` for each release."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SURFACES = Path(__file__).resolve().parents[2] / "surfaces"
 
 
 class NoSurface(Exception):
-    """One line for the user: there is no such recording, or the file is none."""
+    """One line for the user: there is no such recording, or the file is not a recording."""
 
 
 def recorded() -> dict[str, Path]:
-    """Release -> its recording, the oldest first."""
+    """Release -> path of its recording, oldest first."""
     return {file.stem: file for file in sorted(SURFACES.glob("*.json"), key=lambda file: Version(file.stem))}
 
 
@@ -24,10 +24,10 @@ def load_surface(wanted: str) -> dict[str, Any]:
     """Read a recording.
 
     Args:
-        wanted: a release that is recorded, or the path of a recording.
+        wanted: a recorded release, or the path of a recording.
 
     Raises:
-        NoSurface: neither.
+        NoSurface: it is neither.
     """
     known = recorded()
     file = Path(wanted) if Path(wanted).is_file() else known.get(wanted)

@@ -1,4 +1,4 @@
-"""What the doctor found, for a person and for a program."""
+"""The findings of the doctor, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class PluginReport(BaseModel):
 
 
 class PathReport(BaseModel):
-    """How a draft phase runs where the draft attends by these backends, on a GPU with graphs."""
+    """How a draft phase runs with these attention backends, on a GPU with graphs."""
 
     backends: str
     path: str
 
 
 class DeploymentReport(BaseModel):
-    """One deployment; what could not be found out is null or empty."""
+    """The findings on one deployment; unknown values are null or empty."""
 
     target: str
     draft: str | None = Field(description="null where the target has the head in it")
@@ -96,12 +96,12 @@ class DeploymentReport(BaseModel):
 
     @property
     def name(self) -> str:
-        """The target and the draft, for a person."""
+        """The target and the draft as text."""
         return f"{self.target} with {self.draft or 'the head in it'}, K={self.num_speculative_tokens}"
 
     @property
     def draft_logits(self) -> str:
-        """The memory that they take, for a person."""
+        """The memory that the draft logits take, as text."""
         if self.draft_logits_bytes is None:
             return "unknown"
         if not self.draft_logits_bytes:
@@ -110,7 +110,7 @@ class DeploymentReport(BaseModel):
 
 
 class PatchReport(BaseModel):
-    """One thing of vLLM's that is replaced."""
+    """One replaced function or attribute of vLLM."""
 
     target: str
     by: str
@@ -121,7 +121,7 @@ class PatchReport(BaseModel):
 
 
 class DoctorReport(BaseModel):
-    """Everything that the doctor found; what does not apply is null or empty."""
+    """All findings of the doctor; values that do not apply are null or empty."""
 
     package_version: str
     source: str = Field(description="installed, or the recording that was read instead")
@@ -146,14 +146,14 @@ class DoctorReport(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def counts(self) -> dict[str, int]:
-        """How many symbols are found, missing and changed."""
+        """The numbers of found, missing and changed symbols."""
         counted = Counter(symbol.status for symbol in self.symbols)
         return {status: counted[status] for status in ("found", "missing", "changed")}
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def accepted(self) -> bool | None:
-        """Whether the deployment will draft by eagle_mrv2; null where none was asked about."""
+        """Whether the deployment will draft with eagle_mrv2; null if no deployment was given."""
         return None if self.deployment is None else not self.problems
 
     @computed_field  # type: ignore[prop-decorator]
@@ -164,7 +164,7 @@ class DoctorReport(BaseModel):
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result in one line."""
         if self.deployment is not None:
             return f"FAILED: {METHOD} will not draft" if self.exit_code else f"OK: {METHOD} drafts as {self.family}"
         if self.source == "installed":
@@ -175,7 +175,7 @@ class DoctorReport(BaseModel):
 
 
 def print_report(report: DoctorReport, console: Console, verbose: bool, patches: bool = False) -> None:
-    """Everything for a person; of the symbols the healthy ones only where ``verbose``, ``patches`` where asked for."""
+    """Print the report as text: healthy symbols only if ``verbose``, and the patches if asked for."""
     _print(console, f"vllm-eagle-mrv2 {report.package_version}", "bold")
     console.print(_facts(report))
     if report.adapter is not None:
