@@ -1,1 +1,1 @@
-"""A batch on its way to the draft."""
+"""The draft's input batch and its transfer to the GPU."""

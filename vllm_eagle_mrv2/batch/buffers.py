@@ -1,4 +1,4 @@
-"""The data of the draft loop: what comes in with a batch, and the buffers that live as long as the engine."""
+"""Data of the draft loop: the batch to draft for, and buffers that live as long as the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 class DraftBuffers:
     """Persistent device tensors of the draft; captured graphs hold their addresses.
 
-    ``max_num_reqs`` is R, ``max_num_tokens`` T, hidden size H, K the number of draft tokens.
+    In shapes, R is ``max_num_reqs``, T ``max_num_tokens``, H the hidden size and K the number of draft tokens.
     """
 
     input_ids: torch.Tensor  # [T] int32
@@ -25,53 +25,53 @@ class DraftBuffers:
     seeds: torch.Tensor  # [R] int64, by request state
     hidden_states: torch.Tensor  # [T, H] model dtype
     last_token_indices: torch.Tensor  # [R] int64: row of each request's last accepted token
-    sample_positions: torch.Tensor  # [R] int64: what keys the sampler's random numbers
+    sample_positions: torch.Tensor  # [R] int64: positions that key the sampler's random numbers
     draft_tokens: torch.Tensor  # [R, K] int64
-    draft_step: torch.Tensor  # [R] int64: the step that the next sampling call is for, the same in every row
-    num_rejected: torch.Tensor  # [R] int32: of the batch's last verification
-    live_reqs: torch.Tensor  # [] int32: requests of the batch, without padding
-    top_k: torch.Tensor  # [R] int32, by request state; the vocabulary or more is no limit
-    top_p: torch.Tensor  # [R] float32, by request state; 1 is no limit
+    draft_step: torch.Tensor  # [R] int64: step of the next sampling call, the same in every row
+    num_rejected: torch.Tensor  # [R] int32: tokens rejected by the batch's last verification
+    live_reqs: torch.Tensor  # [] int32: number of requests of the batch, without padding
+    top_k: torch.Tensor  # [R] int32, by request state; the vocabulary size or more means no limit
+    top_p: torch.Tensor  # [R] float32, by request state; 1 means no limit
 
     @property
     def max_num_reqs(self) -> int:
-        """R, the most requests that a batch can hold."""
+        """R, the maximum number of requests in a batch."""
         return int(self.seq_lens.shape[0])
 
 
 @dataclass(frozen=True)
 class SlotTable:
-    """Where draft decodes put their keys and values, in a draft with one group of KV caches."""
+    """Block table and slots of draft decodes, for a draft with one KV cache group."""
 
-    blocks: torch.Tensor  # [R, most blocks of a request] int32, by request state
+    blocks: torch.Tensor  # [R, max blocks per request] int32, by request state
     slots: torch.Tensor  # [>= R] int64, by batch row; -1 for rows without a token
-    block_size: int  # tokens
+    block_size: int  # in tokens
 
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What the target left behind for its draft to start from."""
+    """Hidden states of the target that the draft starts from."""
 
-    last: torch.Tensor  # [>= n, H]: hidden states of its last layer
-    aux: Sequence[torch.Tensor] = ()  # each [>= n, H]: of some of its layers, for an EAGLE-3 head that combines them
+    last: torch.Tensor  # [>= n, H]: of the last layer
+    aux: Sequence[torch.Tensor] = ()  # each [>= n, H]: of selected layers, for an EAGLE-3 head that combines them
 
     @property
     def used(self) -> Sequence[torch.Tensor]:
-        """Those that the draft reads."""
+        """The hidden states that the draft reads."""
         return self.aux or (self.last,)
 
     def rows(self, num_tokens: int) -> TargetStates:
-        """The first rows."""
+        """Return the first ``num_tokens`` rows of each."""
         return TargetStates(self.last[:num_tokens], [each[:num_tokens] for each in self.aux])
 
 
 @dataclass(slots=True)
 class DraftBatch:
-    """One batch to draft for; from here on no line knows which vLLM it runs on."""
+    """One batch to draft for, in a form that does not depend on the vLLM release."""
 
     num_reqs: int
     num_tokens: int  # scheduled tokens
-    num_tokens_padded: int  # with the padding that the target's graph added
+    num_tokens_padded: int  # including the padding added by the target's graph
     num_draft_tokens: int  # K for this batch
 
     input_ids: torch.Tensor  # [num_tokens_padded] int32
@@ -88,13 +88,13 @@ class DraftBatch:
     temperature: torch.Tensor  # [R] by request state
     seeds: torch.Tensor  # [R] by request state
 
-    top_k: torch.Tensor | None = None  # [R] int32 by request state, where drafts are to honour it
+    top_k: torch.Tensor | None = None  # [R] int32 by request state, if drafts honour it
     top_p: torch.Tensor | None = None  # [R] float32, likewise
-    attn_metadata: Any = None  # the target's, of this very batch
+    attn_metadata: Any = None  # the target's, built for this batch
     slot_mappings: Any = None  # the target's, by layer
     mm_inputs: Any = None
-    dp_sync: Any = None  # what the data-parallel ranks agreed on for the target
-    source: Any = None  # the runner's own batch
+    dp_sync: Any = None  # the data-parallel ranks' agreement for the target's pass
+    source: Any = None  # the model runner's batch
     dummy_run: bool = False
     skip_attn: bool = False  # a dummy run without attention
-    eager: bool = False  # a profiling run, no graphs
+    eager: bool = False  # a profiling run, without graphs

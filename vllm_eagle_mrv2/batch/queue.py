@@ -1,4 +1,4 @@
-"""How batches reach the GPU, captured graphs included: through pinned memory that it reads by itself."""
+"""Queue in pinned memory from which the GPU, captured graphs included, fetches each batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_eagle_mrv2.batch.buffers import DraftBatch
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 _TENSORS = {
-    "idx_mapping": None,  # of either width
+    "idx_mapping": None,  # int32 or int64
     "num_sampled": torch.int32,
     "num_rejected": torch.int32,
     "input_ids": torch.int32,
@@ -26,46 +26,46 @@ _TENSORS = {
     "top_k": torch.int32,
     "top_p": torch.float32,
 }
-"""Of a `DraftBatch`, with the dtypes that the kernel reads; the addresses of a slot, in this order."""
-_FILTERS = 2  # the last of them, where drafts honour top-k and top-p
-_WIDTHS = {torch.int32: 1, torch.int64: 2}  # of an idx_mapping, in int32
+"""Tensors of a `DraftBatch` with the dtypes that the kernel reads; a slot holds their addresses in this order."""
+_FILTERS = 2  # the last two tensors, present only where drafts honour top-k and top-p
+_WIDTHS = {torch.int32: 1, torch.int64: 2}  # of an idx_mapping element, in int32 words
 FIELDS = 16
-"""int64 of a slot: number of requests, width of an index, addresses, 0; a power of two, to be fetched at once."""
+"""int64 fields of a slot: number of requests, index width, addresses, zeros; a power of two for one vector load."""
 NUM_REQS, INDEX_WIDTH = 0, 1
-"""Where in a slot these are."""
+"""Field numbers of these two values in a slot."""
 _SLOT = struct.Struct(f"={FIELDS}q")
 _EMPTY = (0,) * FIELDS
 _PATIENCE_S = 300  # longer than the ranks of an engine wait for each other while one of them compiles
 
 
 def place_of(name: str) -> int:
-    """Where in a slot the address of one of a batch's tensors is."""
+    """Return the field number that holds the address of one of a batch's tensors."""
     return INDEX_WIDTH + 1 + list(_TENSORS).index(name)
 
 
 class BatchQueue:
-    """Where the host leaves each batch for the draft phase that is its own.
+    """Ring buffer in which the CPU leaves each batch for its draft phase.
 
-    A graph holds addresses, and some of a batch's tensors are new every iteration.  So the host writes a batch's
-    addresses into the next of ``depth`` slots before it launches the graph, and each replay takes the next slot: one
-    launch brings the inputs and drafts, with no copy by the host and no new graph parameters.  vLLM hands over its own
-    request states so (UVA); here there is room for the batches that the host is ahead by.  Phases without a graph take
-    theirs in the same way.
+    A CUDA graph holds fixed addresses, but some of a batch's tensors are new in every iteration.  The CPU therefore
+    writes the addresses of a batch's tensors into the next of ``depth`` slots before it launches the graph, and each
+    replay takes the next slot.  A single launch fetches the inputs and drafts, without a copy by the CPU and without
+    new graph parameters.  vLLM passes its own request states in the same way (UVA); this queue also has room for the
+    batches that the CPU is ahead by.  Draft phases without a graph take their batches from it too.
 
     Attributes:
-        slots: [depth, FIELDS] int64 in pinned host memory; all zero, a batch of no requests.
-        slot: [FIELDS] int64 on the device: the slot that the present phase has taken.
-        taken: [] int64 on the device: slots that phases have taken.
-        seen: [] int64 in pinned host memory: the same number, for the host.
+        slots: [depth, FIELDS] int64 in pinned host memory; an all-zero slot is a batch without requests.
+        slot: [FIELDS] int64 on the device: the slot taken by the current phase.
+        taken: [] int64 on the device: number of slots taken.
+        seen: [] int64 in pinned host memory: the same number, for the CPU to read.
     """
 
     def __init__(self, device: torch.device, *, filters: bool, depth: int = 64) -> None:
-        """Make an empty queue.
+        """Create an empty queue.
 
         Args:
-            device: of the draft.
+            device: the draft's device.
             filters: whether drafts honour top-k and top-p.
-            depth: batches that may wait.
+            depth: maximum number of waiting batches.
         """
         pinned = device.type == "cuda"
         self.slots = torch.zeros(depth, FIELDS, dtype=torch.int64, pin_memory=pinned)
@@ -78,18 +78,18 @@ class BatchQueue:
         self._unused = (0,) * (FIELDS - 2 - len(names))
         self._written = 0
         self._depth = depth
-        # Views of the same memory: an element of a tensor costs the host a microsecond.
+        # NumPy views of the same memory: accessing an element of a tensor takes the CPU a microsecond.
         self._bytes = self.slots.numpy().data.cast("B")
         self._seen = self.seen.view(1).numpy()
 
     def put(self, batch: DraftBatch) -> None:
-        """Leave a batch for the next phase; waits where all slots are of batches that the GPU has yet to take.
+        """Queue a batch for the next draft phase; waits while all slots hold batches that the GPU has not taken yet.
 
-        The batch's tensors must live until that phase is launched, on the stream that they are used on.  A dummy batch
-        names slots of live requests that it must leave alone, and counts as one without any.
+        The batch's tensors must stay alive until that phase is launched, on the stream that uses them.  A dummy batch
+        refers to states of live requests, which it must not change, so it is queued as a batch without requests.
 
         Raises:
-            EagleMRV2Error: a tensor is missing, or not of the type that the kernel reads; the GPU takes no batches.
+            EagleMRV2Error: a tensor is missing or not of the dtype that the kernel reads, or the GPU takes no batches.
         """
         depth = self._depth
         if self._written - int(self._seen[0]) >= depth:
@@ -127,7 +127,7 @@ class BatchQueue:
         )
 
     def clear(self) -> None:
-        """Forget all batches, those too that passes took which had none (warm-up before a capture)."""
+        """Reset the queue, including the count of slots that warm-up passes before a capture took without a batch."""
         if self.taken.is_cuda:
             torch.cuda.synchronize(self.taken.device)
         self.taken.zero_()

@@ -1,7 +1,7 @@
-"""CUDA-graph managers of the draft.
+"""CUDA graph managers of the draft.
 
-The classes here are mixed into the ``CudaGraphManager`` of the vLLM release at hand, which owns the graphs, their
-descriptors, dispatch and replay: vLLM finds and drops the managers of a speculator by that base.
+The classes here are mixed into the ``CudaGraphManager`` of the installed vLLM, which owns the graphs, their
+descriptors, dispatch and replay.  vLLM finds and drops a speculator's managers by that base class.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class CapturedAttentionState(NamedTuple):
 
 
 Pass = Callable[[Any], None]
-"""A pass with its inputs in place, given the graph mode."""
+"""A pass with its inputs bound; called with the CUDA graph mode."""
 
 
 class Forward(Protocol):
-    """A pass of the draft loop, to be captured."""
+    """A pass of the draft loop that can be captured."""
 
     def __call__(
         self,
@@ -40,11 +40,11 @@ class Forward(Protocol):
 
 
 class FreshInputsCapture:
-    """Captures every graph against inputs made for that very pass.
+    """Captures every graph with dummy inputs built for that pass alone.
 
-    Builders keep persistent buffers behind the metadata that they return.  Metadata from an earlier build describes
-    another batch by the time of a capture, and kernels captured on it read out of bounds (#44253, #48261).  So each
-    warm-up and each capture asks for its own.
+    Metadata builders return views of persistent buffers.  By the time of a capture, metadata from an earlier build
+    describes another batch, and kernels captured with it read out of bounds (#44253, #48261).  Each warm-up and each
+    capture therefore builds its own inputs.
     """
 
     def capture_fresh(
@@ -59,7 +59,7 @@ class FreshInputsCapture:
         Args:
             forward: the pass to capture.
             make_inputs: descriptor -> dummy inputs, made outside the graph.
-            label: text of the progress bar.
+            label: progress bar text.
             arguments: descriptor -> further keyword arguments of the pass.
         """
 
@@ -72,27 +72,27 @@ class FreshInputsCapture:
         super().capture(self.pass_factory(make_pass), label)  # type: ignore[misc]
 
     def pass_factory(self, make_pass: Callable[[Any], Pass]) -> Callable[..., Any]:
-        """What this release's capture loop takes; it asks for a warm-up pass, and then for one to capture."""
+        """Return the factory that the capture loop calls, once for the warm-up pass and once for the captured one."""
         return lambda descriptor, warmup=False: make_pass(descriptor)
 
 
 class PrefillCapture(FreshInputsCapture):
-    """Draft prefill: FULL and PIECEWISE graphs, as the target has them."""
+    """Draft prefill: FULL and PIECEWISE graphs, in the same modes as the target."""
 
 
 class DecodeCapture(FreshInputsCapture):
-    """Draft decode: one token a request, FULL_DECODE_ONLY or NONE."""
+    """Draft decode: one token per request, FULL_DECODE_ONLY or NONE."""
 
 
 def decode_mode(target_mode: Any, *, full_decode_only: bool) -> Any:
-    """The graph mode of draft decodes, given the target's.
+    """Return the CUDA graph mode of draft decodes for a given target mode.
 
-    PIECEWISE graphs pad a batch without its attention metadata, which then holds stale entries for the padding, so
-    draft decodes run in FULL graphs or in none (#39773).
+    PIECEWISE graphs pad a batch but not its attention metadata, which then holds stale entries for the padded rows.
+    Draft decodes therefore run in FULL graphs or eagerly (#39773).
 
     Args:
         target_mode: vLLM's ``CUDAGraphMode`` of the target.
-        full_decode_only: off only where that behaviour is disabled.
+        full_decode_only: False, where that behaviour is disabled, returns the target's mode unchanged.
     """
     if not full_decode_only:
         return target_mode

@@ -1,6 +1,6 @@
-"""What vLLM got wrong, for a measurement: the off switches of the five behaviours that the draft loop is made of.
+"""Former vLLM defects, brought back for measurements when one of five behaviours is disabled.
 
-Each is a class before `DraftLoop`, so that the loop itself asks for none of them.
+Each defect is a class mixed in before `DraftLoop`, which itself has no switches for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _LogitsOfTheFirstStepAlone(DraftLoop):
 
 
 class _MetadataOfTheFirstStep(DraftLoop):
-    """Every draft decode runs with the metadata of the first (before #38311, #41162)."""
+    """Every draft decode runs with the metadata of the first one (before #38311, #41162)."""
 
     _first: tuple[Any, Any] = (None, None)
 
@@ -48,7 +48,7 @@ class _MetadataOfTheFirstStep(DraftLoop):
 
 
 class _StaleTokenIndices(DraftLoop):
-    """``last_token_indices`` beyond the live requests stay as the batch before left them (before #39773)."""
+    """``last_token_indices`` beyond the live requests keep the previous batch's values (before #39773)."""
 
     @torch.inference_mode()
     def _fill_inputs(self, num_reqs: int) -> None:
@@ -60,7 +60,7 @@ class _StaleTokenIndices(DraftLoop):
 
 
 class _PrefillMetadataBuiltAgain(DraftLoop):
-    """The draft's own builders make the metadata of a draft prefill once more (before #40410)."""
+    """The draft's own builders build the metadata of a draft prefill a second time (before #40410)."""
 
     def _prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
         if batch.skip_attn:
@@ -69,7 +69,7 @@ class _PrefillMetadataBuiltAgain(DraftLoop):
 
 
 class _LongestLengths(DraftLoop):
-    """Attention is prepared for ``max_model_len`` whatever the batch (before #43991)."""
+    """Attention metadata is built for ``max_model_len``, whatever the batch (before #43991)."""
 
     def _max_seq_len(self, batch: DraftBatch) -> int:
         return self.config.max_model_len
@@ -85,6 +85,6 @@ _DEFECTS: dict[Behaviour, type[DraftLoop]] = {
 
 
 def loop_class(options: Options) -> type[DraftLoop]:
-    """The draft loop, with the defects of the behaviours that are switched off."""
+    """Return the draft loop class, with the defects of the disabled behaviours mixed in."""
     defects = [defect for behaviour, defect in _DEFECTS.items() if not options.enabled(behaviour)]
     return type("DraftLoop", (*defects, DraftLoop), {}) if defects else DraftLoop

@@ -1,4 +1,4 @@
-"""The CUDA graphs of a draft: which there are, by what was asked for and what its backends support; their capture."""
+"""CUDA graphs of the draft: which graphs exist, given the settings and the attention backends, and their capture."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from vllm_eagle_mrv2.drafting.loop import DraftLoop, GraphRun
 
 
 def longest_query(batch: DraftBatch) -> int:
-    """The most tokens that a request of a batch has; numpy is slow to say so of one."""
+    """Return the longest query of a batch, in tokens; a single request skips the slow NumPy reduction."""
     return batch.num_tokens if batch.num_reqs == 1 else int(batch.source.num_scheduled_tokens.max())
 
 
 class DraftGraphs:
-    """Mixed in before a stock speculator class, which then asks for its graphs here."""
+    """Chooses and captures the draft's CUDA graphs; mixed in before a stock speculator class."""
 
     prefill_manager_class: type[PrefillCapture]
     decode_manager_class: type[DecodeCapture]
     needs_no_builder = False
-    """Whether draft decodes go by `decode_metadata` alone, with nothing to build or to plan; known in `set_attn`."""
-    graph_scratch: Any = None  # kept for the graphs of a draft whose target has none
+    """Whether draft decodes need only `decode_metadata`, without a builder or a plan; set in `set_attn`."""
+    graph_scratch: Any = None  # workspace kept alive for the draft's graphs where the target has no graphs
     target_outputs: TargetStates | None = None
     target_graphs: Callable[[], Any] | None = None
-    """The target's graph manager at present; known once the runner has one."""
+    """Returns the target's current graph manager; set once the model runner has one."""
 
     settings: Settings
     options: Options
@@ -54,23 +54,23 @@ class DraftGraphs:
     decode_cudagraph_manager: Any
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        # Before vLLM fits it to what the target's attention backends support for the tokens of a verification.
+        # The requested mode, before vLLM lowers it to what the target's attention backends support in verification.
         self._asked_mode = vllm_config.compilation_config.cudagraph_mode
-        self._target_mode: Any = None  # what it then is
+        self._target_mode: Any = None  # the mode after that
         self._phase_graphs: set[Any] = set()
-        """Descriptors of the draft prefill graphs that hold the whole draft phase."""
+        """Descriptors of the draft prefill graphs that contain the whole draft phase."""
         self._phase_runs: dict[tuple[int, int], GraphRun] = {}
-        """Them as they were dispatched to, by a batch's requests and padded tokens."""
+        """Dispatch results for these graphs, by a batch's number of requests and padded number of tokens."""
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Make the draft's metadata builders; vLLM may call this again."""
+        """Create the draft's metadata builders; vLLM may call this more than once."""
         compilation = self.vllm_config.compilation_config
         fitted = compilation.cudagraph_mode
         if self._decodes_by_support:
             compilation.cudagraph_mode = self._asked_mode
         try:
-            # Builders of some backends prepare for graphs, by their mode and by their sizes.
+            # Some builders allocate for CUDA graphs, depending on the graph mode and the capture sizes.
             with self._decode_capture_sizes():
                 super().set_attn(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -79,16 +79,16 @@ class DraftGraphs:
         self._make_graph_managers()
 
     def _decodes_without_builders(self) -> bool:
-        """The builders make the metadata of draft decodes."""
+        """Whether draft decodes need no metadata builder; False by default."""
         return False
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Take the target's graph mode; vLLM may call this again after dropping the managers."""
+        """Store the target's graph mode and create the managers; vLLM may call this again after dropping them."""
         self._target_mode = cudagraph_mode
         self._make_graph_managers()
 
     def _make_graph_managers(self) -> None:
-        # The releases differ in which comes first, the target's mode or the draft's builders.
+        # Which is known first, the target's mode or the draft's builders, depends on the release.
         if self._target_mode is None or getattr(self, "attn_groups", None) is None:
             return
         enabled = self.options.enabled
@@ -108,50 +108,52 @@ class DraftGraphs:
                 self.vllm_config, self.device, draft_decode_mode, decode_query_len=1
             )
         if draft_decode_mode and not cudagraph_mode:
-            # The target has none: alone in the pool of the process, the draft's graphs would take it with them when
-            # the engine ends, and the next engine could capture nothing (0.22 to 0.24).
+            # The target has no graphs.  If the draft's were the only graphs in the pool of the process, the pool would
+            # be freed with them when the engine ends, and the next engine could not capture (0.22 to 0.24).
             pool = torch.cuda.graph_pool_handle()
             self.prefill_cudagraph_manager.pool = self.decode_cudagraph_manager.pool = pool
 
     @property
     def _eager(self) -> bool:
-        """Whether the draft alone is to run without graphs."""
+        """Whether the draft, and only the draft, runs without CUDA graphs."""
         return bool(self.settings.enforce_eager)
 
     @property
     def _decodes_by_support(self) -> bool:
-        """Whether the graphs of draft decodes follow from the draft's own attention backend.
+        """Whether the draft's own attention backend decides the graph mode of draft decodes.
 
-        Not where decodes may run eagerly at sizes that have graphs: a FlashInfer builder that is told of graphs keeps
-        buffers of 16 MiB for each size that it meets.  Data-parallel ranks make each other do so.
+        False under data parallelism, where a rank can make the others run eagerly at sizes that have graphs.  A
+        FlashInfer builder configured for CUDA graphs keeps 16 MiB of buffers for each size that it sees.
         """
         return self.options.enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT) and not self._eager and self.dp_size == 1
 
     def _single_token_graphs(self) -> bool:
-        """Whether every attention backend of the draft supports graphs of one token a request."""
+        """Whether every attention backend of the draft supports graphs with one token per request."""
         return self.needs_no_builder or all(
             group.get_metadata_builder(0).get_cudagraph_support(self.vllm_config, group.kv_cache_spec).value > 0
             for group in chain.from_iterable(self.attn_groups)
         )
 
     def _decode_capture_sizes(self) -> AbstractContextManager[None]:
-        """In force while the builders and the manager of draft decodes take capture sizes from the configuration."""
+        """Context in which the builders and the manager of draft decodes read the configured capture sizes."""
         return nullcontext()
 
     @property
     def refreshes_in_graph(self) -> bool:
-        """Some attention backend of the draft must have its metadata built by the host."""
+        """Whether draft decode metadata can be refreshed inside a graph; by default the CPU builds it."""
         return False
 
     @property
     def decodes_follow_prefill(self) -> bool:
-        """Whether nothing is left to the host between a draft prefill and the end of the draft decodes."""
-        # Ranks agree on the graphs of the two one by one; a balancer of experts is told of every forward pass.
+        """Whether the CPU has nothing to do between a draft prefill and the last draft decode."""
+        # Data-parallel ranks agree on each graph separately; expert load balancing is told of every forward pass.
         balanced = self.vllm_config.parallel_config.enable_eplb
         return self.refreshes_in_graph and self.dp_size == 1 and not balanced
 
     def phase_run(self, batch: DraftBatch) -> GraphRun | None:
-        """The graph of a batch's whole draft phase, of which there are only where dispatch is a rank's own affair."""
+        """Return the graph of a batch's whole draft phase, or None.
+
+        Such graphs exist only where each rank dispatches on its own."""
         uniform = self.num_speculative_steps + 1
         if not self._phase_graphs or batch.eager or self.query_len(batch, batch.num_tokens) != uniform:
             return None
@@ -165,20 +167,20 @@ class DraftGraphs:
         return run
 
     def holds_draft_phase(self, run: GraphRun) -> bool:
-        """Whether a graph of a draft prefill is one of the whole draft phase."""
+        """Whether a draft prefill graph contains the whole draft phase."""
         return run.full and run.descriptor in self._phase_graphs
 
     def query_len(self, batch: DraftBatch, num_tokens: int) -> int | None:
-        """Tokens of each request of a batch of decodes alone, where all have as many."""
+        """Return the query length that all requests of a decode batch share; None if there is none."""
         raise NotImplementedError
 
     def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
-        """Choose the graph of a draft prefill; agrees across data-parallel ranks."""
+        """Choose the graph of a draft prefill; data-parallel ranks agree on it."""
         raise NotImplementedError
 
     def capture(self) -> None:
         """Capture the draft's graphs; every pass gets fresh dummy inputs."""
-        self.loop.warms_up = self.device.type == "cuda"  # elsewhere there are no graphs
+        self.loop.warms_up = self.device.type == "cuda"  # other devices have no graphs
         try:
             self._capture()
         finally:
@@ -189,12 +191,12 @@ class DraftGraphs:
         if prefill.use_breakable_cg:
             prefill.init_breakable_cg_runner(self.model)
         reuse_target = self.options.enabled(Behaviour.TARGET_METADATA_REUSE)
-        # At run time the draft prefill reads what the target's builders wrote, so its graphs are captured on that.
+        # At run time the draft prefill reads the target's metadata, so its graphs are captured with those buffers.
         buffers = self.target_input_buffers if reuse_target else self.input_buffers
         groups = self.target_attn_groups if reuse_target else self.attn_groups
         self._phase_graphs = self._find_phase_graphs()
         self._phase_runs.clear()
-        self.loop.queue.clear()  # passes to warm up find no batch
+        self.loop.queue.clear()  # warm-up passes find no batch
         self.target_outputs = self._find_target_outputs()
         stock: Any = self
         stock.on_prefill_begin(self.max_num_reqs)
@@ -220,11 +222,11 @@ class DraftGraphs:
         stock.on_multi_step_decode_end(self.max_num_reqs)
 
     def _find_target_outputs(self) -> TargetStates | None:
-        """Where the target's graphs leave their output, if every graph of a draft prefill can take it from there."""
+        """Return the output buffers of the target's graphs if every FULL draft prefill graph can read them."""
         if self.target_graphs is None or not self.options.enabled(Behaviour.ONE_DRAFT_GRAPH):
             return None
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            return None  # an EAGLE-3 head may start from layers of other stages
+            return None  # an EAGLE-3 head may read layers of other pipeline stages
         target = self.target_graphs()
         if target.hidden_states is None:  # no FULL graph
             return None
@@ -232,28 +234,28 @@ class DraftGraphs:
         return outputs if all(len(each) >= self._widest_prefill() for each in outputs.used) else None
 
     def _widest_prefill(self) -> int:
-        """The most tokens of a FULL graph of a draft prefill, with padding."""
+        """Return the largest number of tokens of a FULL draft prefill graph, padding included."""
         return max((each.num_tokens for each in self._full_prefills()), default=0)
 
     def _find_phase_graphs(self) -> set[Any]:
-        """Descriptors of the draft prefill graphs that can hold the whole draft phase."""
+        """Return the descriptors of the draft prefill graphs that can contain the whole draft phase."""
         enabled = self.options.enabled
         if not (
             self.decodes_follow_prefill
             and enabled(Behaviour.ONE_DRAFT_GRAPH)
-            # Prefill metadata of the draft's own builders would lie in the buffers that the decodes refresh.
+            # Prefill metadata from the draft's own builders would share the buffers that the decodes refresh.
             and enabled(Behaviour.TARGET_METADATA_REUSE)
         ):
             return set()
         return {each for each in self._full_prefills() if each.uniform_token_count == self.num_speculative_steps + 1}
 
     def _full_prefills(self) -> list[Any]:
-        """Descriptors of the FULL graphs of draft prefills."""
+        """Return the descriptors of the FULL draft prefill graphs."""
         captured = self.prefill_cudagraph_manager._capture_descs.items()
         return [each for mode, some in captured if mode.name == "FULL" for each in some]
 
     def _decodes_in_graph_of(self, descriptor: Any) -> CapturedAttentionState | None:
-        """Dummy inputs of the draft decodes that a draft prefill graph goes on with; None where it does not."""
+        """Return dummy inputs of the draft decodes that a draft prefill graph contains; None if it has none."""
         if descriptor not in self._phase_graphs or self.num_speculative_steps == 1:
             return None
         of_decodes = dataclasses.replace(descriptor, num_tokens=descriptor.num_reqs, uniform_token_count=1)
@@ -283,7 +285,8 @@ class DraftGraphs:
             num_reqs,
             num_tokens,
             input_buffers,
-            # A builder would make ready for a graph of its own: FlashInfer's takes memory for each size.
+            # Empty groups skip the builders, which would prepare for a graph of their own; FlashInfer's allocates
+            # memory for each size.
             [[] for _ in attn_groups] if unbuilt else attn_groups,
         )
         if unbuilt:
@@ -294,11 +297,11 @@ class DraftGraphs:
         return CapturedAttentionState(num_reqs, num_tokens, attn_metadata, slot_mappings, across_dp)
 
     def decode_metadata(self, num_reqs: int) -> Any:
-        """Attention metadata of draft decodes that `needs_no_builder`."""
+        """Return the attention metadata of draft decodes where `needs_no_builder` holds."""
         raise NotImplementedError
 
     def prepare_capture(
         self, manager: Any, descriptor: Any, num_reqs: int, num_tokens: int, input_buffers: Any, attn_groups: Any
     ) -> tuple[Any, Any]:
-        """Dummy attention metadata and slot mappings through the given builders and buffers."""
+        """Return dummy attention metadata and slot mappings, built with the given builders and buffers."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """The draft loop: propose, draft prefill, draft decode.
 
-EAGLE drafts K tokens in one draft prefill over the target's batch, which yields the first, and K - 1 draft decodes of
-one token a request.  The loop knows no vLLM: what it needs of it, it asks of a `ReleaseAdapter`.
+EAGLE drafts K tokens in one draft prefill over the target's batch, which yields the first token, and K - 1 draft
+decodes of one token per request.  The loop uses vLLM only through a `ReleaseAdapter`.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
 @dataclass(frozen=True)
 class GraphRun:
-    """How a forward pass runs: what the release's dispatch chose."""
+    """How a forward pass runs, as chosen by the release's dispatch."""
 
-    descriptor: Any  # the release's own batch descriptor
-    mode: Any  # the release's CUDA-graph mode
-    full: bool  # replay of a FULL graph
+    descriptor: Any  # the release's batch descriptor
+    mode: Any  # the release's CUDA graph mode
+    full: bool  # whether a FULL graph is replayed
     num_tokens: int  # with padding
     num_tokens_across_dp: Any = None  # [dp_size] int32 on the CPU, under data parallelism
 
 
 class ReleaseAdapter(Protocol):
-    """What the loop needs of a vLLM release."""
+    """What the draft loop needs from a vLLM release."""
 
     draft_logits: torch.Tensor | None
-    """[R, K, V]: where probabilistic drafting stores logits; None drafts greedily."""
+    """[R, K, V]: where probabilistic drafting stores logits; None means greedy drafting."""
 
     draft_max_seq_len: int
-    """Longest sequence for attention metadata built from now on."""
+    """Maximum sequence length for attention metadata that is built from now on."""
 
     refreshes_in_graph: bool
-    """Every attention backend of the draft can bring its decode metadata up to date inside a graph."""
+    """Whether every attention backend of the draft can refresh its decode metadata inside a graph."""
 
     def decodes_fused(self, run: GraphRun) -> bool:
-        """Whether all draft decodes run in one go, their metadata refreshed on the device."""
+        """Whether all draft decodes run in one pass that refreshes their metadata on the device."""
 
     def phase_run(self, batch: DraftBatch) -> GraphRun | None:
-        """The graph of the whole draft phase, from its inputs to all draft decodes; None where a batch has none."""
+        """Return the graph of the whole draft phase, from inputs to the last draft decode, or None."""
 
     target_outputs: TargetStates | None
-    """Where the target's FULL graphs leave their output, if those of draft prefills begin with taking it from there."""
+    """Output buffers of the target's FULL graphs, if the draft prefill graphs start by reading them."""
 
     def combine(self, states: TargetStates) -> torch.Tensor:
-        """[n, H]: what the draft starts from."""
+        """Return the hidden states [n, H] that the draft starts from."""
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
-        """Called with the batch's tokens in place; the tokens to run over, without and with padding."""
+        """Called once the batch's tokens are in the buffers; returns the tokens to run, without and with padding."""
 
     def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
-        """Choose the graph of a draft prefill; agrees across data-parallel ranks."""
+        """Choose the graph of a draft prefill; data-parallel ranks agree on it."""
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
-        """Choose the graph of a draft decode of one token a request; agrees across data-parallel ranks."""
+        """Choose the graph of a draft decode of one token per request; data-parallel ranks agree on it."""
 
     def on_prefill_begin(self, num_reqs: int) -> None: ...
 
@@ -76,10 +76,10 @@ class ReleaseAdapter(Protocol):
     def on_multi_step_decode_end(self, num_reqs: int) -> None: ...
 
     def before_forward(self, num_tokens: int) -> None:
-        """Called before each forward pass of the draft with its unpadded tokens (expert load balancing)."""
+        """Called before each forward pass of the draft with its unpadded number of tokens (expert load balancing)."""
 
     def while_prefilling(self, num_reqs: int, mode: Any) -> AbstractContextManager[None]:
-        """In force while the draft runs over a batch, of whose requests the last tokens' states are read alone."""
+        """Context of a draft prefill; afterwards only the hidden state of each request's last token is read."""
 
     def run_draft_model(
         self,
@@ -90,7 +90,7 @@ class ReleaseAdapter(Protocol):
         mode: Any,
         mm_inputs: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward pass over the first rows of the buffers.
+        """Run one forward pass over the first rows of the buffers.
 
         Returns:
             hidden states for the head and hidden states for the next step, both [num_tokens, H]; often the same.
@@ -102,29 +102,29 @@ class ReleaseAdapter(Protocol):
         Probabilistic drafting also stores the logits in ``draft_logits``, in the row of each request.
 
         Returns:
-            tokens for n rows, in a form of `how_drafted`, of which the next kernel takes the best.
+            drafts for n rows, in a form of `how_drafted`, which the next kernel reduces to one token per row.
         """
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
-        """Attention metadata and slot mappings of a draft prefill through the draft's own builders."""
+        """Build attention metadata and slot mappings of a draft prefill with the draft's own builders."""
 
     def begin_decode(self, batch: DraftBatch) -> None:
-        """Called before the draft decodes, with the first draft tokens in place."""
+        """Called before the draft decodes, once the first draft tokens are in the buffers."""
 
     def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
-        """Slot mappings, then attention metadata, for the positions and lengths in the buffers."""
+        """Build attention metadata and slot mappings for the positions and lengths in the buffers."""
 
     slot_table: SlotTable | None
-    """Where the slots of draft decodes go, if they can be looked up a step ahead."""
+    """Where the slots of draft decodes are written, if they can be looked up one step ahead."""
 
     def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
-        """Bring slot mappings up to date by device work alone."""
+        """Update the slot mappings with device work only."""
 
     def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
-        """Bring metadata up to date by device work alone; the metadata to go on with."""
+        """Update the metadata with device work only; returns the metadata to use from then on."""
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
-        """Called before the replay of a graph that holds all draft decodes."""
+        """Called before the replay of a graph that contains all draft decodes."""
 
     def replay_prefill(self, run: GraphRun) -> None: ...
 
@@ -133,12 +133,12 @@ class ReleaseAdapter(Protocol):
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What stays the same for the life of an engine."""
+    """Values that stay the same for the life of an engine."""
 
     num_draft_tokens: int  # K
     max_model_len: int
     sample_offset: int  # what this release's sampler adds to positions, 0 or 1
-    filters: bool  # drafts honour the requests' top-k and top-p
+    filters: bool  # whether drafts honour the requests' top-k and top-p
 
 
 class DraftLoop:
@@ -149,11 +149,11 @@ class DraftLoop:
         self.config = config
         self.buffers = buffers
         self.queue = BatchQueue(buffers.input_ids.device, filters=config.filters)
-        """Brings batches to the draft prefill, wherever it runs."""
+        """Hands batches to the draft prefill, which may run in a graph or eagerly."""
         self.counter = DraftCounter()
-        """Counts draft phases by the path that they took."""
+        """Counts draft phases by the path they took."""
         self.warms_up = False
-        """Whether passes outside of a graph are but to warm up for its capture."""
+        """Whether passes outside a graph are only warm-ups for its capture."""
         self._drafts = [buffers.draft_tokens[:num_reqs] for num_reqs in range(buffers.max_num_reqs + 1)]
 
     def propose(self, batch: DraftBatch) -> torch.Tensor:
@@ -161,7 +161,7 @@ class DraftLoop:
 
         Returns:
             [num_reqs, K] int64, a view of the persistent ``draft_tokens``; only the first
-            ``batch.num_draft_tokens`` columns are of this call.
+            ``batch.num_draft_tokens`` columns are written by this call.
         """
         run = self.adapter.phase_run(batch)
         if run is not None:
@@ -184,7 +184,7 @@ class DraftLoop:
         )
 
     def _prepare_prefill(self, batch: DraftBatch) -> tuple[GraphRun, int]:
-        """Fill the buffers, and choose how the draft prefill runs, over how many tokens."""
+        """Fill the buffers; return how the draft prefill runs and over how many tokens."""
         adapter = self.adapter
         self.queue.put(batch)
         self._fill_inputs(batch.num_reqs)
@@ -197,7 +197,7 @@ class DraftLoop:
         prepare_prefill_inputs(self.buffers, self.queue, num_reqs, sample_offset=self.config.sample_offset)
 
     def _leave_states(self, batch: DraftBatch, run: GraphRun, num_tokens: int) -> None:
-        """The target's states to where the draft prefill looks for them."""
+        """Copy the target's hidden states to where the draft prefill reads them."""
         if run.full and self.adapter.target_outputs is not None:
             for output, given in zip(self.adapter.target_outputs.used, batch.target_states.used, strict=True):
                 if output.data_ptr() != given.data_ptr():  # the target ran without a FULL graph
@@ -223,7 +223,7 @@ class DraftLoop:
         adapter.before_forward(num_tokens)
         adapter.on_prefill_begin(batch.num_reqs)
         if run.full:
-            # The target's builders refreshed the very buffers that the graph reads (#40410).
+            # The target's builders have already refreshed the buffers that the graph reads (#40410).
             adapter.replay_prefill(run)
         else:
             self.prefill(
@@ -239,7 +239,7 @@ class DraftLoop:
         adapter.on_prefill_end(batch.num_reqs)
 
     def _prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
-        """Attention metadata and slot mappings of a draft prefill: the target's, of this very batch (#40410)."""
+        """Return the attention metadata and slot mappings that the target built for this batch (#40410)."""
         return batch.attn_metadata, batch.slot_mappings
 
     def phase(
@@ -254,7 +254,10 @@ class DraftLoop:
         inputs: bool = False,
         decodes: CapturedAttentionState | None = None,
     ) -> None:
-        """A draft prefill; where asked for its inputs and the target's states before it, all draft decodes after it."""
+        """Run a draft prefill, optionally with its inputs before it and all draft decodes after it.
+
+        ``inputs`` fills the buffers first, ``states`` are the target's hidden states to take first, and ``decodes`` are
+        the inputs of the draft decodes that follow."""
         if inputs:
             self._fill_inputs(num_reqs)
         if states is not None:
@@ -270,7 +273,7 @@ class DraftLoop:
         adapter.on_multi_step_decode_begin(num_reqs)
         self.decode_all(*decodes, mode, self.config.num_draft_tokens, slots_known=slot_table is not None)
         adapter.on_multi_step_decode_end(num_reqs)
-        adapter.on_prefill_begin(num_reqs)  # as the next pass expects it
+        adapter.on_prefill_begin(num_reqs)  # the state that the next pass expects
 
     def prefill(
         self,
@@ -284,10 +287,10 @@ class DraftLoop:
         drafts: bool = True,
         slot_table: SlotTable | None = None,
     ) -> None:
-        """Draft prefill: forward over the target's batch, the first draft token, and what the first decode starts from.
+        """Run a draft prefill: forward pass over the target's batch, first draft token, inputs of the first decode.
 
-        FULL graphs hold all of it.  A batch that drafts nothing runs for its keys and values alone.  With
-        ``slot_table`` the first decode's slots are left behind as well.
+        A FULL graph contains all of it.  A batch that drafts nothing runs only to write its keys and values.  With
+        ``slot_table`` the slots of the first decode are written too.
         """
         buffers, config = self.buffers, self.config
         with self.adapter.while_prefilling(num_reqs, mode):
@@ -373,14 +376,14 @@ class DraftLoop:
         *,
         slots_known: bool = False,
     ) -> None:
-        """All draft decodes, the metadata refreshed on the device before each; one graph holds them (#46849).
+        """Run all draft decodes, refreshing the metadata on the device before each; one graph contains them (#46849).
 
-        ``slots_known``: what ran before has left the slots of the first one.
+        ``slots_known``: the preceding pass has already written the slots of the first decode.
         """
         slot_table = self._slots_ahead(attn_metadata)
         steps = range(1, num_draft_tokens)
         if self.warms_up and not torch.cuda.is_current_stream_capturing():
-            steps = steps[:2]  # all others are as the second
+            steps = steps[:2]  # the other steps launch the same kernels as the second
         for step in steps:
             if attn_metadata is not None:
                 known = slot_table is not None and (step > 1 or slots_known)
@@ -397,17 +400,17 @@ class DraftLoop:
             )
 
     def _slots_ahead(self, attn_metadata: Any) -> SlotTable | None:
-        """Where each draft decode's slots are left by what runs before it; None where they are mapped anew."""
+        """Return where each pass writes the next draft decode's slots; None if slots are mapped at every step."""
         return self.adapter.slot_table if attn_metadata is not None else None
 
     def _build_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
-        """Attention metadata and slot mappings of a draft decode (#38311, #41162)."""
+        """Build attention metadata and slot mappings of a draft decode (#38311, #41162)."""
         return self.adapter.build_decode_metadata(batch, run, step)
 
     def _refresh_metadata(
         self, num_reqs: int, num_tokens: int, attn_metadata: Any, step: int, slots_known: bool
     ) -> Any:
-        """The same by device work alone, from the metadata of the step before."""
+        """Update the previous step's attention metadata and slot mappings with device work only."""
         if not slots_known:
             self.adapter.map_decode_slots(num_reqs, num_tokens)
         return self.adapter.refresh_decode_metadata(num_reqs, num_tokens, attn_metadata)
@@ -423,9 +426,10 @@ class DraftLoop:
         num_draft_tokens: int,
         slot_table: SlotTable | None = None,
     ) -> None:
-        """One draft decode and the update to the next; the step is data on the device, so that one graph serves all.
+        """Run one draft decode and prepare the inputs of the next.
 
-        With ``slot_table`` the update leaves the next decode's slots behind as well.
+        The step number is data on the device, so one graph serves every step.  With ``slot_table`` the slots of the
+        next decode are written too.
         """
         buffers = self.buffers
         self.adapter.before_forward(num_reqs)
@@ -442,7 +446,7 @@ class DraftLoop:
         )
 
     def reset_for_capture(self, step: int) -> None:
-        """Bring what a dummy run left behind back into range before a warm-up or capture pass of a step."""
+        """Reset values left by a dummy run to valid ones before a warm-up or capture pass of a step."""
         buffers = self.buffers
         buffers.last_token_indices.zero_()
         buffers.idx_mapping.zero_()
