@@ -1,1 +1,1 @@
-"""The draft model's layers, where ours take their place."""
+"""Replacements for layers of the draft model."""

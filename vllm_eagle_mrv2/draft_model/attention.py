@@ -1,11 +1,11 @@
-"""Lets draft decodes attend with one kernel of ours, which needs neither a schedule nor a plan.
+"""Runs the attention of draft decodes in one Triton kernel that needs neither a schedule nor a plan.
 
-For one token a request FlashAttention 3 runs a kernel that makes a schedule, one that attends and one that puts its
-splits together; FlashInfer's own kernels run by a plan that the host makes, for which it waits for the lengths.  Ours
-reads each request's length itself, turns the query and the key by RoPE, and writes the token's key and value into the
-cache, for which vLLM runs kernels before.
+For one token per request, FlashAttention 3 launches a kernel that makes a schedule, one for attention and one that
+combines the splits.  FlashInfer's own kernels follow a plan made by the CPU, which waits for the sequence lengths.
+`SingleTokenAttention` reads each request's length on the device, applies RoPE to the query and the key, and writes the
+token's key and value to the cache; vLLM launches separate kernels for RoPE and the cache.
 
-Where but one row of a draft prefill is read (see `one_row`), the query of that row attends so too.
+The kernel also serves draft prefills of which only one row is read (see `last_row`), for that row's query.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.releases.surface import class_path
 
 _ATTENTION = "vllm.model_executor.models.llama.LlamaAttention"
-"""The module that hands what RoPE returns to its attention layer, and nobody else."""
+"""The module that passes the output of RoPE to its attention layer only."""
 _BACKENDS = "vllm.v1.attention.backends"
 _FLASH_ATTENTION = f"{_BACKENDS}.flash_attn.FlashAttentionImpl"
 _FLASHINFER = f"{_BACKENDS}.flashinfer.FlashInferImpl"
@@ -32,7 +32,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Attention metadata of one token a request that no builder made; its names are FlashAttention's."""
+    """Attention metadata for one token per request, made without a builder; field names follow FlashAttention's."""
 
     num_actual_tokens: int  # n
     seq_lens: torch.Tensor  # [n] int32, the token included
@@ -42,11 +42,11 @@ class DecodeMetadata:
 
 
 class Rope(torch.nn.Module):
-    """Stands for a module's RoPE, which is left to attention.
+    """Replaces a module's RoPE, which the attention layer applies instead.
 
     Args:
-        stock: vLLM's.
-        positions: [T] int64, of every pass of the draft.
+        stock: vLLM's RoPE module.
+        positions: [T] int64, the positions of every pass of the draft.
     """
 
     def __init__(self, stock: Any, positions: torch.Tensor) -> None:
@@ -57,16 +57,16 @@ class Rope(torch.nn.Module):
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys as they are."""
+        """Return queries and keys unchanged."""
         return query, key
 
     def turn(self, *heads: torch.Tensor) -> None:
-        """Turn queries and keys [n, heads, D], or one of them, in place; tokens may lie apart."""
+        """Apply RoPE to queries and keys [n, heads, D], or one of them, in place; tokens need not be contiguous."""
         rows = [each.view(len(each), each.shape[1] * each.shape[2]) for each in heads]
         self.stock.forward_cuda(self._positions[: len(rows[0])], *rows)
 
     def angles(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """What our kernel turns by."""
+        """Return the RoPE arguments of `SingleTokenAttention`."""
         return {"positions": self._positions[:num_tokens], "cos_sin": self.stock.cos_sin_cache}
 
 
@@ -77,21 +77,22 @@ def install(
     positions: torch.Tensor | None = None,
     max_model_len: int = 0,
 ) -> bool:
-    """Have a draft's plain FlashAttention and FlashInfer layers attend so where a batch has one token a request.
+    """Make a draft's plain FlashAttention and FlashInfer layers use `SingleTokenAttention` for one token per request.
 
-    FlashInfer's do so for `DecodeMetadata` alone: its builder's says nothing of lengths and blocks.
+    FlashInfer layers use it only with `DecodeMetadata`, because the metadata of FlashInfer's builder lacks lengths and
+    block tables.
 
     Args:
-        draft: loaded.
-        target: the target model, whose layers stay as they are.
-        block_size: tokens in a block of the cache, for which the kernel is compiled ahead.
-        positions: [T] int64, in whose first rows every pass of the draft has its tokens' positions; None leaves RoPE
-            where it is.
-        max_model_len: no position reaches it; our kernel reads RoPE's table unchecked, so that one with fewer rows
-            stays where it is.
+        draft: the loaded draft model.
+        target: the target model; layers shared with it stay unchanged.
+        block_size: tokens per block of the KV cache, for compiling the kernel ahead.
+        positions: [T] int64; the first rows hold the token positions of every pass of the draft.  None leaves RoPE
+            unchanged.
+        max_model_len: all positions are below it.  The kernel reads RoPE's table without a bounds check, so a module
+            with a shorter table keeps its RoPE.
 
     Returns:
-        whether these are all attention layers of the draft, so that `DecodeMetadata` is all that draft decodes need.
+        whether these are all attention layers of the draft; then `DecodeMetadata` is all that draft decodes need.
     """
     shared = {id(module) for module in target.modules()}
     layers = [module for module in draft.modules() if id(module) not in shared and hasattr(module, "impl")]
@@ -122,7 +123,7 @@ def install(
 def _take_ropes(
     draft: torch.nn.Module, layers: list[Any], positions: torch.Tensor, max_model_len: int
 ) -> dict[int, Rope]:
-    """Have modules leave RoPE to their attention layers, where these are among the given; by the layer's identity."""
+    """Leave RoPE to the given attention layers where possible; returns the replacements by ``id`` of the layer."""
     known = {id(layer) for layer in layers}
     taken: dict[int, Rope] = {}
     for module in list(draft.modules()):
@@ -139,7 +140,7 @@ def _take_ropes(
 
 
 def _is_plain_rope(rope: Any, impl: Any) -> bool:
-    """Whether a module's RoPE turns whole heads by a table, in NeoX's order, whatever is in that table."""
+    """Whether a module's RoPE rotates whole heads by a table, in NeoX order, whatever the table contains."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     return (
@@ -154,7 +155,7 @@ def _is_plain_rope(rope: Any, impl: Any) -> bool:
 
 
 def _is_plain(impl: Any) -> bool:
-    """Whether a layer's implementation is attention of a decoder over a cache in 16 bit, with no more to it."""
+    """Whether a layer is decoder attention over a 16-bit KV cache, without further features (ALiBi, sinks, ...)."""
     field = functools.partial(getattr, impl)
     return (
         class_path(type(impl)) in (_FLASH_ATTENTION, _FLASHINFER)
@@ -163,7 +164,7 @@ def _is_plain(impl: Any) -> bool:
         and field("sliding_window", _MISSING) == (-1, -1)
         and not field("logits_soft_cap", _MISSING)
         and field("sinks", _MISSING) is None
-        and field("attn_type", "decoder") == "decoder"  # FlashInfer has no others
+        and field("attn_type", "decoder") == "decoder"  # FlashInfer supports no other
         and field("kv_cache_dtype", _MISSING) in ("auto", "bfloat16", "float16")
         and field("dcp_world_size", 1) <= 1
         and not field("batch_invariant_enabled", False)
@@ -208,7 +209,7 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
     ) -> Any:
         plain = not any(each is not None for each in (*args, *kwargs.values()))
         if attn_metadata is None:
-            # The profile run.  What is made while weights are loaded goes with them when vLLM sleeps.
+            # The profile run.  Memory allocated during weight loading would be freed with the weights when vLLM sleeps.
             if shape not in kernels:
                 kernels[shape] = SingleTokenAttention(*shape, query.device)
         elif plain and _is_for_us(attn_metadata, query):
@@ -235,9 +236,10 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
 
 
 class _CacheUpdate:
-    """In the place of a layer's own: leaves a draft decode's keys and values to attention, which writes them.
+    """Replaces a layer's KV cache update; in draft decodes the attention kernel writes the keys and values.
 
-    Passes by `DecodeMetadata` run eagerly or are captured whole: none has its writes in a graph, and attention not.
+    Passes with `DecodeMetadata` run eagerly or are captured whole, so the cache update and attention are always both
+    inside a graph or both outside.
     """
 
     def __init__(self, impl: Any, rope: Rope | None) -> None:
@@ -260,14 +262,14 @@ class _CacheUpdate:
         self._stock(layer, key, value, kv_cache, slot_mapping)
 
     def taken(self) -> tuple[torch.Tensor | None, bool]:
-        """For attention, once a pass: where it is to write, if it is; whether RoPE has turned the keys already."""
+        """Return the slots for attention to write, or None, and whether RoPE was applied to the keys; resets both."""
         found = self._slots, self._turned
         self._slots, self._turned = None, False
         return found
 
 
 def _metadata_of(layer: Any) -> Any:
-    """What a layer will be given to attend by."""
+    """Return the attention metadata of a layer in the current forward pass."""
     from vllm.forward_context import get_forward_context
 
     by_layer = get_forward_context().attn_metadata
@@ -276,14 +278,14 @@ def _metadata_of(layer: Any) -> Any:
 
 def _is_for_us(attn_metadata: Any, query: torch.Tensor) -> bool:
     return (
-        getattr(attn_metadata, "max_query_len", 0) == 1  # FlashInfer's tells lengths and blocks to the device alone
+        getattr(attn_metadata, "max_query_len", 0) == 1  # missing in FlashInfer's metadata
         and _is_plain_batch(attn_metadata, query)
         and len(attn_metadata.seq_lens) == attn_metadata.num_actual_tokens
     )
 
 
 def _is_one_request(attn_metadata: Any, query: torch.Tensor) -> bool:
-    """Whether the tokens are of one request, which FlashAttention's metadata describes, as FlashInfer's does not."""
+    """Whether all tokens belong to one request; False with FlashInfer's metadata, which lacks the fields."""
     return len(getattr(attn_metadata, "seq_lens", ())) == len(
         getattr(attn_metadata, "block_table", ())
     ) == 1 and _is_plain_batch(attn_metadata, query)
@@ -291,25 +293,25 @@ def _is_one_request(attn_metadata: Any, query: torch.Tensor) -> bool:
 
 def _is_plain_batch(attn_metadata: Any, query: torch.Tensor) -> bool:
     return (
-        not getattr(attn_metadata, "use_cascade", False)  # none from 0.32 on
+        not getattr(attn_metadata, "use_cascade", False)  # absent from 0.32 on
         and attn_metadata.causal is True
         and query.dtype in (torch.bfloat16, torch.float16)
     )
 
 
 def _caches(kv_cache: torch.Tensor, impl: Any) -> tuple[torch.Tensor, ...]:
-    """Keys and values [blocks, block size, kv_heads, D], in whichever form a release keeps them."""
+    """Return the key and value caches as [blocks, block size, kv_heads, D], whatever the release's layout."""
     views: tuple[torch.Tensor, ...]
     if kv_cache.dim() == 4:  # [blocks, kv_heads, block size, 2 * D]
         views = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
-    else:  # [2, blocks, ...], or the other way round
+    else:  # [2, blocks, ...] or [blocks, 2, ...]
         views = kv_cache.unbind(0 if class_path(type(impl)) == _FLASH_ATTENTION and _two_come_first() else 1)
     return views
 
 
 @functools.cache
 def _two_come_first() -> bool:
-    """Of FlashAttention's caches; FlashInfer's have the blocks first."""
+    """Whether FlashAttention's cache is [2, blocks, ...]; FlashInfer's is always [blocks, 2, ...]."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     shape: tuple[int, ...] = FlashAttentionBackend.get_kv_cache_shape(8, 16, 4, 64)

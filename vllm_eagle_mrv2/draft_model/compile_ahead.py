@@ -1,8 +1,8 @@
-"""Has kernels compiled in the background while an engine starts.
+"""Compiles kernels in the background while an engine starts.
 
-Compiled for the first time, the kernels of a draft take some seconds of a core.  A starting engine has others idle, and
-loads weights, compiles models and captures the target's graphs before the draft's: by then the kernels are there.  What
-comes too late is compiled where it is launched, as ever.
+The first compilation of a draft's kernels takes some seconds of one CPU core.  A starting engine has idle cores, and it
+loads weights, compiles models and captures the target's graphs before the draft's.  By then the kernels are usually
+ready.  A kernel that is not ready in time is compiled when it is launched, as usual.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from vllm_eagle_mrv2.kernels.step_update import update_after_step
 THREAD = "eagle_mrv2_compile"
 _SWITCH_S = 5e-4
 _META = torch.device("meta")
-# One thread: the engine's own start goes before.
+# One thread, because the engine's own startup has priority.
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD)
 
 
 def submit(device: torch.device, call: Callable[[], object]) -> Future[None] | None:
-    """Compile what a call launches, some time soon.
+    """Compile the kernels that a call launches, in the background.
 
     Args:
-        device: whose kernels; None is done unless it is an NVIDIA GPU.
-        call: passes tensors for their dtype, shape and strides; it must make none on the device, and copy none.
+        device: the device that runs the kernels; nothing is submitted unless it is an NVIDIA GPU.
+        call: launches kernels on tensors that only provide dtype, shape and strides; it must not allocate or copy
+            tensors on the device.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return None
 
     def compiled() -> None:
         try:
-            torch.cuda.set_device(device)  # each thread has its own
+            torch.cuda.set_device(device)  # the current device is per thread
             with switching_promptly(), torch.inference_mode(), compiles_alone():
                 call()
         except Exception:
-            # The launch will say so, to whom it concerns.
+            # The launch itself will raise the error.
             logging.getLogger(__name__).debug("not compiled ahead", exc_info=True)
 
     return _thread.submit(compiled)
@@ -57,11 +58,11 @@ def submit(device: torch.device, call: Callable[[], object]) -> Future[None] | N
 
 @contextlib.contextmanager
 def switching_promptly() -> Iterator[None]:
-    """Have Python's threads take turns every half millisecond, not every five.
+    """Make Python switch threads every half millisecond instead of every five.
 
-    A compilation leaves the interpreter's lock and wants it back hundreds of times, and would wait for a whole turn of
-    the starting engine's each time: beside a thread that never rests the kernels of a 1B draft took 18 s so, and 4.5 s
-    this way, in which the other lost 0.5 s in place of 2.
+    A compilation releases and reacquires the GIL hundreds of times, and would otherwise wait for a whole switch
+    interval of the starting engine each time.  Next to a thread that is always busy, the kernels of a 1B draft took
+    18 s to compile at the default interval and take 4.5 s at this one; the other thread lost 0.5 s instead of 2 s.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_S))
@@ -83,12 +84,18 @@ def attention(
     rotates: bool,
     one_row: bool,
 ) -> None:
-    """Launch attention of draft decodes, and of draft prefills of one token a request, over blocks of ``block_size``.
+    """Launch the attention kernels of draft decodes and of draft prefills with one token per request.
 
     Args:
-        writes: that of draft decodes writes the cache; that of prefills never does.
-        rotates: it turns by RoPE.
-        one_row: and that of one row of a draft prefill of one request.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        width: size of a head.
+        block_size: tokens per block of the KV cache.
+        dtype: of queries, keys and values.
+        device: the draft's device.
+        writes: whether draft decodes write the cache; draft prefills never do.
+        rotates: whether the kernels apply RoPE.
+        one_row: also launch the variant for one row of a draft prefill of one request.
     """
     kernel = SingleTokenAttention(num_heads, num_kv_heads, width, device, scratch=_META)
     query = torch.empty(1, num_heads, width, dtype=dtype, device=_META)
@@ -111,13 +118,13 @@ def between_passes(
     max_model_len: int,
     sample_offset: int,
 ) -> None:
-    """Launch what a draft with one group of KV caches, whose logits are not kept, runs beside its model.
+    """Launch the kernels between the model passes of a draft with one KV cache group and no stored logits.
 
     Args:
-        buffers: the draft's.
-        drafts: launches what drafts out of hidden states, in each of its forms; see `how_drafted`.
+        buffers: the draft's buffers.
+        drafts: launches the kernels that draft from hidden states; returns drafts in each form of `how_drafted`.
         max_model_len: as for `prepare_decode_inputs`.
-        sample_offset: likewise.
+        sample_offset: as for `prepare_decode_inputs`.
     """
     integers = torch.empty(1, 1, dtype=torch.int64, device=_META)
     slot_table = SlotTable(integers.to(torch.int32), integers[0], 16)
@@ -125,17 +132,17 @@ def between_passes(
     feedback = torch.empty(buffers.hidden_states.shape, dtype=buffers.hidden_states.dtype, device=_META)
     for drafted in drafts():
         rows = len(drafted)
-        for table in (None, slot_table):  # a dummy run has none
+        for table in (None, slot_table):  # a dummy run has no slot table
             prepare_decode_inputs(buffers, drafted, feedback, rows, max_model_len, table, sample_offset=sample_offset)
             update_after_step(buffers, drafted, feedback, rows, 2, max_model_len, table)
 
 
 def argmax(head: torch.Tensor, offsets: torch.Tensor | None) -> list[torch.Tensor]:
-    """Launch the argmax over a head's rows.
+    """Launch the argmax kernels over a head's rows.
 
     Args:
-        head: [N, H], its weights.
-        offsets: of `DraftHead`.
+        head: [N, H], the head's weights.
+        offsets: as in `DraftHead`.
     """
     forms = [argmax_keys(torch.empty(1, len(head), dtype=head.dtype, device=_META), offsets)]
     if offsets is None and takes(2, head):
@@ -144,12 +151,12 @@ def argmax(head: torch.Tensor, offsets: torch.Tensor | None) -> list[torch.Tenso
 
 
 def sampling(buffers: DraftBuffers, head: torch.Tensor, offsets: torch.Tensor | None) -> list[torch.Tensor]:
-    """Launch the sampler of vLLM 0.20's drafts.
+    """Launch the sampling kernels of vLLM 0.20 drafts.
 
     Args:
-        buffers: the draft's.
-        head: [N, H], its weights.
-        offsets: of `DraftHead`.
+        buffers: the draft's buffers.
+        head: [N, H], the head's weights.
+        offsets: as in `DraftHead`.
     """
     of_rows = (buffers.idx_mapping, buffers.temperature)
     others = (*of_rows, buffers.seeds, buffers.sample_positions, buffers.draft_step[0])

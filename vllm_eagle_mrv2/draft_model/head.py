@@ -1,4 +1,4 @@
-"""The draft's head: from hidden states to drafts, over the draft's own vocabulary."""
+"""The draft's head: drafts from hidden states, over the draft's own vocabulary."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 
 _MODELS = "vllm.model_executor.models"
-# Classes whose ``compute_logits`` scatters the logits of a reduced vocabulary, and does nothing else.
+# Modules of models with a ``compute_logits`` that scatters the logits of a reduced vocabulary and does nothing else.
 _SCATTERING = frozenset({f"{_MODELS}.llama_eagle3", f"{_MODELS}.qwen3_eagle3", f"{_MODELS}.deepseek_eagle3"})
 
 
 class DraftHead:
     """The head of a loaded draft model.
 
-    An EAGLE-3 head has a vocabulary of its own (32,000 rows, say), and its model scatters the logits into a row of the
-    target's vocabulary, filled with -inf.  The argmax needs neither: it runs over the head's rows, and the winner is
-    looked up.  Nor does it need the logits of other tensor-parallel ranks: the ranks exchange their best tokens.
+    An EAGLE-3 head has its own vocabulary (32,000 rows, for example), and its model scatters the logits into a row of
+    the target's vocabulary filled with -inf.  The argmax does not need that row: it runs over the head's own rows and
+    maps the best one to the target's token.  Nor does it need the logits of other tensor-parallel ranks: the ranks
+    exchange their best tokens.
 
     Args:
-        model: the draft, with its weights loaded.
-        draft_logits: of the draft; None has its logits whole.
-        trimmed: what stands in for a head with the target's vocabulary, where the user asked for it.
+        model: the loaded draft model.
+        draft_logits: the draft's `DraftLogits`; None means that whole logits are computed.
+        trimmed: the trimmed head that replaces one with the target's vocabulary, if the user asked for it.
     """
 
     def __init__(self, model: Any, draft_logits: DraftLogits | None = None, trimmed: TrimmedHead | None = None) -> None:
@@ -38,9 +39,9 @@ class DraftHead:
 
     @property
     def offsets(self) -> torch.Tensor | None:
-        """[C] int64, how far it is from each row of the head to the target's token; None where a row is the token.
+        """[C] int64, the target's token minus the row, for each row of the head; None where a row is the token.
 
-        Read where it lies, so that weights may be replaced in place.
+        Read from the model at every access, because weights may be replaced in place.
         """
         if self._trimmed is not None:
             return self._trimmed.offsets
@@ -48,18 +49,18 @@ class DraftHead:
 
     @functools.cached_property
     def _scatters(self) -> bool:
-        """Whether the model's logits are those of a draft vocabulary, scattered into a row of the target's."""
+        """Whether the model scatters the logits of a draft vocabulary into a row of the target's."""
         mapped = getattr(self._model, "draft_id_to_target_id", None) is not None
         return mapped and type(self._model).compute_logits.__module__ in _SCATTERING and self._trimmed is None
 
     def logits(self, hidden_states: torch.Tensor, few: FewRows | None = None) -> Any:
-        """[n, C] for hidden states [n, H], a column for each row of the head; see `offsets`.
+        """Return logits [n, C] for hidden states [n, H], one column for each row of the head; see `offsets`.
 
-        A rank that keeps its shard of the logits gets no more than that.  With ``few`` it may also be what that makes
-        of few rows and the weights of a head whose rows are the tokens.
+        With local argmax each rank returns its own vocabulary shard.  With ``few``, and a head in which each row is the
+        token, the result may instead be what ``few`` returns for at most 32 rows and the head's weights.
 
         Raises:
-            EagleMRV2Error: the head is trimmed, and the draft does something to its logits afterwards.
+            EagleMRV2Error: the head is trimmed, and the draft model changes its logits afterwards.
         """
         self._look_at_draft(hidden_states)
         if self._draft_logits is None:
@@ -69,25 +70,29 @@ class DraftHead:
     def logits_by_temperature(
         self, hidden_states: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`logits`, of which greedy rows may be left out; then also what `few_rows_by_temperature` has of them.
+        """Return logits, and the best tokens of greedy rows where `few_rows_by_temperature` computes them.
+
+        Where it does, the logits of greedy rows are undefined; elsewhere the second result is None.
 
         Args:
             hidden_states: [n, H].
-            idx_mapping: as of `few_rows_by_temperature`.
-            temperature: likewise.
+            idx_mapping: as for `few_rows_by_temperature`.
+            temperature: as for `few_rows_by_temperature`.
 
         Raises:
-            EagleMRV2Error: as `logits`.
+            EagleMRV2Error: as for `logits`.
         """
         few = functools.partial(few_rows.few_rows_by_temperature, idx_mapping=idx_mapping, temperature=temperature)
         found = self.logits(hidden_states, few)
         return found if isinstance(found, tuple) else (found, None)
 
     def keys(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, m] int64 keys of `argmax_keys` for hidden states [n, H]: the best is the argmax, the first of equals.
+        """Return keys [n, m] int64 of `argmax_keys` for hidden states [n, H]; the greatest key gives the argmax.
+
+        Among equal logits the first token wins.
 
         Raises:
-            EagleMRV2Error: as `logits`.
+            EagleMRV2Error: as for `logits`.
         """
         logits: torch.Tensor = self.logits(hidden_states, few_rows.few_rows_keys)
         if logits.dtype == torch.int64:
@@ -100,12 +105,12 @@ class DraftHead:
 
         first, count = shard
         keys = argmax_keys(logits, self.offsets, first_row=first, num_columns=count)
-        # Not every communicator of vLLM's takes integers; a gather copies bits whatever they mean.
+        # Some of vLLM's communicators reject integers; an all-gather copies bits, whatever their dtype.
         gathered: torch.Tensor = tensor_model_parallel_all_gather(keys.view(torch.float32))
         return gathered.view(torch.int64)
 
     def _look_at_draft(self, hidden_states: torch.Tensor) -> None:
-        """Leave the logits of a draft whole that does something to them itself."""
+        """Use whole logits if the draft model changes what its ``LogitsProcessor`` returns."""
         if self._draft_logits is None or self._draft_logits.untouched(self._compute, hidden_states):
             return
         if self._trimmed is not None:
@@ -117,7 +122,7 @@ class DraftHead:
 
     @property
     def _num_rows(self) -> int:
-        """Rows of the whole head."""
+        """Number of rows of the whole head."""
         if self.offsets is not None:
             return len(self.offsets)
         assert self._draft_logits is not None

@@ -1,8 +1,7 @@
-"""Which row of a draft's forward pass is read alone.
+"""Tracks the only row of a draft's forward pass that is read.
 
-Of a draft prefill of one request nobody reads other hidden states than the last token's, and behind a draft's last
-attention tokens no longer meet.  From the query of that attention on, one row is enough then, and the others may be
-anything.
+In a draft prefill of one request only the last token's hidden state is read.  After the last attention layer tokens no
+longer interact, so only that row is computed, from the query of that layer on; the other rows are undefined.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import torch
 
 
 class _Pass:
-    """The forward pass that is under way in this process."""
+    """State of the forward pass that is running in this process."""
 
     row: torch.Tensor | None = None
 
 
 @contextlib.contextmanager
 def only_row(index: torch.Tensor) -> Iterator[None]:
-    """Within, a draft runs of which nothing but this row is read.
+    """Declare that only this row is read of the draft's forward pass within the context.
 
     Not for a pass that is captured for any number of requests.
 
     Args:
-        index: [1] int64, written before the draft's first layer.
+        index: [1] int64, written before the draft's first layer runs.
     """
     _Pass.row = index
     try:
@@ -36,5 +35,5 @@ def only_row(index: torch.Tensor) -> Iterator[None]:
 
 
 def row_read() -> torch.Tensor | None:
-    """The index of the only row that is read; None where all may be."""
+    """Return the index of the only row that is read; None if any row may be read."""
     return _Pass.row

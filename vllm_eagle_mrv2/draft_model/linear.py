@@ -1,9 +1,9 @@
-"""Lets a draft multiply few rows with its weights through kernels of ours.
+"""Multiplies few rows with the draft's weights in Triton kernels.
 
-A draft decode has one row a request, so at batch 1 every product of the draft is one of a row with a matrix, and
-reading the matrix is all of its work; of a wide head that is so for some dozen requests too.  Which kernel does it is
-decided inside a custom op, by the rows at hand: a compiled model holds the op whatever the batch, and a captured graph
-the kernel for its own.
+A draft decode has one row per request.  At batch size 1 every linear layer of the draft is therefore a vector-matrix
+product, and reading the weights is all of its work; for a wide head this holds for up to 32 requests.  A custom op
+chooses the kernel by the number of rows: a compiled model contains the op whatever the batch, and a captured graph
+contains the kernel for its own batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _library.define("gated_linear(Tensor x, Tensor weight, bool behind_attention=Fal
 _MODELS = "vllm.model_executor.models"
 _ATTENTION = f"{_MODELS}.llama.LlamaAttention"
 _GATED = frozenset({f"{_MODELS}.llama.LlamaMLP", f"{_MODELS}.qwen2.Qwen2MLP"})
-"""Modules that put ``act_fn`` between ``gate_up_proj`` and ``down_proj``, and do nothing else."""
+"""Modules that apply ``act_fn`` between ``gate_up_proj`` and ``down_proj``, and do nothing else."""
 
 
 def _linear(
@@ -91,21 +91,21 @@ torch.library.register_fake("vllm_eagle_mrv2::gated_linear", _empty_gated_result
 
 
 def named_in_caches(vllm_config: Any) -> bool:
-    """Whether vLLM keeps compiled models of this configuration apart from those of stock's method.
+    """Whether vLLM caches compiled models of this configuration separately from those of the stock method.
 
-    A cached model that holds our op must not be found by an engine without us, nor the other way round; vLLM caches by
-    configuration, ``additional_config`` included, and a seam puts our name there.
+    A cached model that contains this package's op must not be found by an engine without the plugin, nor the other way
+    round.  vLLM's cache key includes ``additional_config``, to which a patch adds this package's key.
     """
     return isinstance(vllm_config.additional_config, dict) and OPTIONS_KEY in vllm_config.additional_config
 
 
 class Installed(NamedTuple):
-    """What `install` found."""
+    """Result of `install`."""
 
-    layers: int = 0  # that multiply so
-    one_row: bool = False  # all that lies behind the draft's only attention: see `one_row`
-    head: bool = False  # multiplies so
-    quantized: tuple[str, ...] = ()  # how the layers with quantized weights multiply, one name a layer
+    layers: int = 0  # number of layers that use the kernels
+    one_row: bool = False  # whether all layers after the draft's only attention do; see `last_row`
+    head: bool = False  # whether the head does
+    quantized: tuple[str, ...] = ()  # quantization methods, one name per quantized layer
 
 
 @torch.inference_mode()
@@ -115,14 +115,14 @@ def install(
     logits: DraftLogits | None = None,
     few: FewRows | None = None,
 ) -> Installed:
-    """Have a draft's unquantized layers multiply so; those that it has from the target stay as they are there.
+    """Make a draft's unquantized layers use the kernels; layers shared with the target stay unchanged.
 
     Args:
-        draft: loaded.
+        draft: the loaded draft model.
         target: the target model.
-        logits: of the draft's own ``LogitsProcessor``, which then multiplies so with whichever head it is given; None
-            leaves the head out.
-        few: what takes the place of a product of few rows with the head's weights, to be compiled ahead.
+        logits: the draft's `DraftLogits`; its ``LogitsProcessor`` then uses the kernels with any head it is given.
+            None leaves the head out.
+        few: fused head kernel for at most 32 rows, to be compiled ahead; None means matmul.
     """
     shared = {id(module) for module in target.modules()}
     own = [module for module in draft.modules() if id(module) not in shared]
@@ -147,7 +147,7 @@ def install(
     }
     for layer in kinds.values():
         _compile_ahead(layer, gated=id(layer) in gates, behind_attention=id(layer) in behind)
-    head: Any = getattr(draft, "lm_head", None)  # most likely what the processor will be given
+    head: Any = getattr(draft, "lm_head", None)  # most likely the head that the processor is given
     takes_head = logits is not None and _is_linear(head)
     if logits is not None:
         if takes_head:
@@ -162,17 +162,17 @@ def install(
 
 
 def _is_linear(layer: Any) -> bool:
-    """Whether a layer does nothing but multiply with plain weights, by PyTorch, on an NVIDIA GPU."""
+    """Whether a layer is only a product with unquantized weights, computed by PyTorch on an NVIDIA GPU."""
     from vllm import envs
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.utils import default_unquantized_gemm, dispatch_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     method = getattr(layer, "quant_method", None)
-    # An embedding is one as well, as it may be the head of a model; to look it up is another method.
+    # An embedding qualifies too, because it may be a model's head; a lookup uses another method.
     if type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return False
-    # From 0.30 on a backend can be chosen for a layer.
+    # From 0.30 on each layer can have its own GEMM backend.
     product = getattr(method, "_gemm_impl", None) or dispatch_unquantized_gemm()
     weight = layer.weight
     return (
@@ -195,7 +195,7 @@ def _is_quantized(layer: Any) -> bool:
 
 
 def _behind_attention(modules: list[Any], gated: list[Any]) -> set[int]:
-    """Layers that come behind the only attention of a draft like Llama's; of one with several, none."""
+    """Return the ids of the layers after the only attention of a Llama-like draft; none if it has several."""
     attentions = [module for module in modules if class_path(type(module)) == _ATTENTION]
     if not sum(hasattr(module, "impl") for module in modules) == len(attentions) == len(gated) == 1:
         return set()
@@ -203,7 +203,7 @@ def _behind_attention(modules: list[Any], gated: list[Any]) -> set[int]:
 
 
 def _is_gated(module: Any) -> bool:
-    """Whether a module's activation can be a part of the product before it."""
+    """Whether a module's activation can be fused into the product before it."""
     return (
         class_path(type(module)) in _GATED
         and type(module.act_fn).__name__ == "SiluAndMul"
@@ -232,7 +232,7 @@ def _apply_gated(
 
 
 def _multiply(layer: Any, apply: Callable[..., torch.Tensor]) -> None:
-    # Of its class as before: vLLM asks for that when it replaces weights.
+    # A copy keeps its class, which vLLM checks when it replaces weights.
     layer.quant_method = copy.copy(layer.quant_method)
     layer.quant_method.apply = apply
 
@@ -240,7 +240,7 @@ def _multiply(layer: Any, apply: Callable[..., torch.Tensor]) -> None:
 def _compile_ahead(
     layer: Any, few: FewRows | None = None, *, gated: bool = False, behind_attention: bool = False
 ) -> None:
-    """Have the kernels for a layer compiled now, and not at a capture or by the first request of an eager draft."""
+    """Compile a layer's kernels now, rather than during capture or at the first request of an eager draft."""
     weight, bias = layer.weight.data, getattr(layer, "bias", None)
     several = few_rows.variants(weight) if bias is None else []
     lone = functools.partial(gated_row_product, weight=weight)
@@ -263,9 +263,9 @@ def _compile_ahead(
 
 
 def _give_view_of_head(logits: DraftLogits, few: FewRows | None) -> None:
-    """Let a processor see the head that it is given, the target's mostly, as one that multiplies so."""
+    """Make a processor use a view of its head, usually the target's, that multiplies with the kernels."""
     processor, stock = logits.processor, logits.multiply
-    seen: tuple[Any, Any] = (None, None)  # a head and what is shown of it
+    seen: tuple[Any, Any] = (None, None)  # the last head and its view
     plain = processor.scale == 1.0 and processor.soft_cap is None and not processor.logits_as_input
 
     def multiply(lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -273,14 +273,14 @@ def _give_view_of_head(logits: DraftLogits, few: FewRows | None) -> None:
         if lm_head is not seen[0]:
             view = lm_head
             if _is_linear(lm_head):
-                view = copy.copy(lm_head)  # with the very dictionary of parameters, so that new weights are seen
+                view = copy.copy(lm_head)  # shares the dictionary of parameters, so new weights are seen
                 _multiply(view, _apply)
                 _compile_ahead(view, few if lm_head.tp_size == 1 else None)
             seen = (lm_head, view)
         view = seen[1]
         if logits.few and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
             weight = view.weight[: processor.org_vocab_size]
-            as_given = getattr(processor, "head_dtype", None) in (None, hidden_states.dtype)  # from 0.27 on
+            as_given = getattr(processor, "head_dtype", None) in (None, hidden_states.dtype)  # exists from 0.27 on
             if as_given and _are_few(hidden_states, weight):
                 return logits.few(hidden_states, weight)
         return stock(view, hidden_states, *args, **kwargs)

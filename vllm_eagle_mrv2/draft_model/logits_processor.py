@@ -1,4 +1,4 @@
-"""What comes out of a draft's head before it is made a row of the target's vocabulary on every rank."""
+"""A draft's logits before they are gathered and expanded to the target's vocabulary on every rank."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any, Protocol
 import torch
 
 FewRows = Callable[[torch.Tensor, torch.Tensor], Any]
-"""Of rows [n, H] and weights [N, H]."""
+"""Fused head kernel, called with rows [n, H] and weights [N, H]."""
 
 
 class Trimmed(Protocol):
-    """A head of some rows that takes the place of a draft's whole head."""
+    """A head of selected rows that replaces a draft's whole head."""
 
     def kept_rows(self, lm_head: Any, embedding_bias: torch.Tensor | None = None) -> Any:
-        """The head of the kept rows."""
+        """Return the head of the kept rows."""
 
     def logits(self, of_kept: torch.Tensor, *, short: bool) -> torch.Tensor:
-        """Those of the kept rows, or a row over the whole vocabulary."""
+        """Return the logits of the kept rows if ``short``, else rows over the whole vocabulary."""
 
     def tokens(self, columns: torch.Tensor) -> torch.Tensor:
-        """The tokens of kept rows."""
+        """Return the tokens of kept rows."""
 
 
 class DraftLogits:
-    """The one ``LogitsProcessor`` that a draft has of its own, asked for no more than an argmax needs.
+    """Makes a draft's own ``LogitsProcessor`` compute only what an argmax needs.
 
-    vLLM's models compute logits by handing their head to a ``LogitsProcessor``, which multiplies and then gathers the
-    shards of the tensor-parallel ranks.  Here it can be kept from gathering, can multiply in another way, and can be
-    given a trimmed head.  Nothing else of this package replaces its methods.
+    vLLM's models compute logits by passing their head to a ``LogitsProcessor``, which multiplies and then gathers the
+    vocabulary shards of the tensor-parallel ranks.  This class can skip the gather, replace the product and use a
+    trimmed head.  Nothing else in this package replaces methods of the processor.
 
     Args:
-        processor: the draft's alone.
-        local: leave each rank its shard.
+        processor: the draft's, not shared with the target.
+        local: each rank keeps its vocabulary shard.
     """
 
     def __init__(self, processor: Any, *, local: bool) -> None:
@@ -41,11 +41,11 @@ class DraftLogits:
 
         self.processor = processor
         self.short = False
-        """Whether logits are being computed for us, so that they need not be whole."""
+        """Whether logits are being computed for this package, which does not need whole rows."""
         self.few: FewRows | None = None
-        """What may take the place of a product of few rows with the head's weights, in what is being computed."""
+        """Fused head kernel for at most 32 rows in the current call; None means matmul."""
         self.multiply: Callable[..., Any] = processor.forward
-        """What makes logits of a head and hidden states: stock's own, or what stands for it."""
+        """Computes logits from a head and hidden states: the stock method or its replacement."""
         self.trimmed: Trimmed | None = None
         processor.forward = self._forward
         self._stock_top_tokens = processor.get_top_tokens  # for vLLM's use_local_argmax_reduction
@@ -55,19 +55,19 @@ class DraftLogits:
         self._ranks: int = get_tensor_model_parallel_world_size()
         self._sharded = False
         self.local = local and self._ranks > 1
-        """Whether each rank can keep its shard."""
+        """Whether each rank keeps its vocabulary shard."""
         if self.local:
             self._gather = processor._gather_logits
             processor._gather_logits = self._keep_shard
 
     @classmethod
     def of(cls, model: Any, target: Any, *, local: bool) -> DraftLogits | None:
-        """Those of a draft; None where it has no ``LogitsProcessor``, several, or the target's.
+        """Return the `DraftLogits` of a draft; None if it has no ``LogitsProcessor``, several, or the target's.
 
         Args:
-            model: the draft, loaded.
-            target: the target model, whose logits stay whole.
-            local: leave each tensor-parallel rank its shard.
+            model: the loaded draft model.
+            target: the target model; its logits stay whole.
+            local: each tensor-parallel rank keeps its vocabulary shard.
         """
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -77,11 +77,11 @@ class DraftLogits:
         return cls(own[0], local=local)
 
     def untouched(self, compute: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor) -> bool:
-        """Whether the draft hands on what its processor returns; found out once, in the profile run.
+        """Whether the draft returns its processor's result unchanged; determined once, in the profile run.
 
         Args:
-            compute: the draft's ``compute_logits``, or what stands for it.
-            hidden_states: [n, H] for a trial.
+            compute: the draft's ``compute_logits`` or its replacement.
+            hidden_states: [n, H], for a trial call.
         """
         if self._untouched is None:
             returned: list[torch.Tensor] = []
@@ -99,9 +99,9 @@ class DraftLogits:
         hidden_states: torch.Tensor,
         few: FewRows | None = None,
     ) -> Any:
-        """[n, W] what the processor makes of hidden states [n, H] when nothing is gathered or filled up.
+        """Return the processor's logits [n, W] for hidden states [n, H], neither gathered nor expanded.
 
-        With ``few`` it may also be what that makes of the hidden states and the head's weights, if there are few rows.
+        With ``few`` the result may instead be that of the fused head kernel, if there are at most 32 rows.
         """
         self.short, self.few, self._sharded = True, few, False
         try:
@@ -110,11 +110,11 @@ class DraftLogits:
             self.short, self.few = False, None
 
     def shard(self, logits: torch.Tensor, num_rows: int) -> tuple[int, int] | None:
-        """First row of the head and number of rows that the columns stand for; None if they stand for all of them.
+        """Return the first row of the head and the number of rows that the columns cover; None for the whole head.
 
         Args:
             logits: [n, W], the result of the last call.
-            num_rows: rows of the whole head, without padding.
+            num_rows: number of rows of the whole head, without padding.
         """
         if not self._sharded:
             return None

@@ -1,4 +1,4 @@
-"""Probabilistic drafting on the releases whose own sampler is not enough."""
+"""Probabilistic drafting on the releases with an inexact stock sampler."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
 
 
 class OwnSampling:
-    """Mixed into the adapters below vLLM 0.29.
+    """Replaces the stock sampler; mixed into the adapters below vLLM 0.29.
 
-    Their sampler shares the draft's random numbers with those of the target's tokens (a bias in sampled output), and
-    below 0.25 it writes the logits of padded rows into the rows of live requests.  Greedy drafting stays the
-    release's own.
+    The stock sampler uses the same random numbers for drafts and for the target's tokens, which biases sampled output.
+    Below 0.25 it also writes the logits of padded rows into the rows of live requests.  Greedy drafting is left to the
+    release.
     """
 
     logits_after_temperature: ClassVar[bool] = True
-    """What the release's rejection sampler expects to be stored."""
+    """Whether the release's rejection sampler expects stored logits to be divided by the temperature."""
 
     model: Any
     draft_logits: torch.Tensor | None
@@ -28,7 +28,9 @@ class OwnSampling:
     use_fp64_gumbel: bool
 
     def sample(self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """Draft tokens [n] int64 from hidden states [n, H]; ``positions`` [n] are those of the last known tokens."""
+        """Draft from hidden states [n, H], in a form of `how_drafted`.
+
+        ``positions`` [n] are those of the last known tokens."""
         if self.draft_logits is None:
             greedy: torch.Tensor = super().sample(hidden_states, positions, idx_mapping)  # type: ignore[misc]
             return greedy

@@ -1,4 +1,4 @@
-"""Draft vocabulary trimming: of a draft's head only the rows of frequent tokens (FR-Spec, arXiv 2502.14856)."""
+"""Draft vocabulary trimming: keeps only the head's rows of frequent tokens (FR-Spec, arXiv 2502.14856)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 
 class TrimmedHead:
-    """Puts a head of C kept rows in the place of a draft's whole head.
+    """Replaces a draft's whole head by one of C kept rows.
 
-    EAGLE-1 and MTP drafts mostly use the target's own ``lm_head``, which must stay as it is.  But each draft has a
-    ``LogitsProcessor`` of its own, which is given the head and multiplies with it; here it multiplies with the kept
-    rows.  Its result is a row over the whole vocabulary all the same, with -inf for what is left out, so that whoever
-    reads draft logits is right without knowing, the rejection sampler above all: such a token has probability zero.
+    EAGLE-1 and MTP drafts mostly use the target's own ``lm_head``, which must not change.  Each draft has its own
+    ``LogitsProcessor``, however, which receives the head as an argument; this class makes it multiply with the kept
+    rows.  The result is still a row over the whole vocabulary, with -inf for the tokens left out.  Every reader of
+    draft logits, above all the rejection sampler, thus sees probability zero for these tokens.
 
-    Only for us, in `DraftLogits`, it is the logits of the kept tokens alone.
+    Only when `DraftLogits` itself asks does the result contain just the logits of the kept tokens.
 
     Args:
-        draft_logits: of the draft.
-        tokens: what to keep.
-        device: where the draft is.
+        draft_logits: the draft's `DraftLogits`.
+        tokens: the tokens to keep.
+        device: the draft's device.
     """
 
     def __init__(self, draft_logits: DraftLogits, tokens: KeptTokens, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class TrimmedHead:
 
     @classmethod
     def of(cls, model: Any, draft_logits: DraftLogits | None, tokens: KeptTokens, device: torch.device) -> TrimmedHead:
-        """That of a loaded draft.
+        """Create the trimmed head of a loaded draft.
 
         Raises:
             EagleMRV2Error: the draft has no ``LogitsProcessor`` of its own.
@@ -63,21 +63,21 @@ class TrimmedHead:
 
     @functools.cached_property
     def offsets(self) -> torch.Tensor:
-        """[C] int64, how far it is from each kept row to its token."""
+        """[C] int64, the token minus the row, for each kept row."""
         return self.target_ids - torch.arange(self.size, device=self._device)
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Copy the rows again, into the same memory, which graphs read."""
+        """Copy the rows again, into the same memory, which captured graphs read."""
         if self._kept is not None:
             _copy_rows(self._whole, self._kept, self.target_ids)
 
     def logits(self, of_kept: torch.Tensor, *, short: bool) -> torch.Tensor:
-        """[n, C] logits of the kept rows where ``short``, or [n, V] with -inf for all other tokens.
+        """Return logits [n, C] of the kept rows if ``short``, else [n, V] with -inf for all other tokens.
 
         Args:
-            of_kept: [n, >= C], what the head of the kept rows gives.
-            short: nobody needs the whole row.
+            of_kept: [n, >= C], output of the head of the kept rows.
+            short: the caller does not need whole rows.
         """
         logits = of_kept[..., : self.size]
         if short:
@@ -86,18 +86,18 @@ class TrimmedHead:
         return row.index_copy_(-1, self.target_ids, logits)
 
     def tokens(self, columns: torch.Tensor) -> torch.Tensor:
-        """The tokens of kept rows, int64."""
+        """Return the tokens of kept rows, int64."""
         return self.target_ids[columns]
 
     def kept_rows(self, lm_head: Any, embedding_bias: torch.Tensor | None = None) -> Any:
-        """The head of the kept rows, copied out of the whole one when it is first seen.
+        """Return the head of the kept rows, copied from the whole head on first use.
 
         Raises:
-            EagleMRV2Error: the head has a bias, or is quantized.
+            EagleMRV2Error: the head has a bias or is quantized, or the draft has several heads.
         """
         if lm_head is not self._whole:
-            # The profile run comes first.  What is made while weights are loaded goes with them when vLLM sleeps; and
-            # what is made in a graph is made again by each replay.
+            # First called in the profile run.  Memory allocated during weight loading would be freed with the weights
+            # when vLLM sleeps, and a copy made during capture would be repeated by each replay.
             assert not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
             if self._whole is not None:
                 raise EagleMRV2Error("the draft has several heads; leave draft_vocab out.")
@@ -109,9 +109,9 @@ class TrimmedHead:
 
 
 def _trimmed(lm_head: Any, tokens: torch.Tensor) -> Any:
-    """A ``ParallelLMHead`` of the rows of ``tokens`` [C] int64, shared out anew among the tensor-parallel ranks.
+    """Create a ``ParallelLMHead`` of the rows of ``tokens`` [C] int64, sharded anew across the tensor-parallel ranks.
 
-    Frequent tokens have low ids in most vocabularies, so in the shards of the whole head the first rank would have
+    Frequent tokens have low ids in most vocabularies, so with the shards of the whole head the first rank would do
     most of the work.
 
     Raises:
@@ -141,6 +141,6 @@ def _copy_rows(lm_head: Any, kept: Any, tokens: torch.Tensor) -> None:
     rows = lm_head.weight[torch.where(ours, tokens - shard.org_vocab_start_index, 0)]
     rows = torch.where(ours[:, None], rows, 0)
     if lm_head.tp_size > 1:
-        rows = tensor_model_parallel_all_reduce(rows)  # each row is one rank's, zero on the others
+        rows = tensor_model_parallel_all_reduce(rows)  # each row comes from one rank and is zero on the others
     kept.weight_loader(kept.weight, rows)
     kept.quant_method.process_weights_after_loading(kept)

@@ -1,4 +1,4 @@
-"""From the first draft tokens to the inputs of the first draft decode, in one launch that a graph can hold."""
+"""Inputs of the first draft decode from the first draft tokens, in one launch that a graph can contain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_argument
 _BLOCK = 1024
 
 
-# Batch sizes vary: a variant per value (1, multiples of 16) would be compiled in the middle of serving.
+# Batch sizes vary: specialized variants (1, multiples of 16) would be compiled during serving.
 @triton.jit(do_not_specialize=["num_rows", "max_num_reqs", "max_model_len", "blocks_stride", "block_size"])
 def _decode_inputs_kernel(
     drafted_ptr,
@@ -97,20 +97,21 @@ def prepare_decode_inputs(
     *,
     sample_offset: int = 0,
 ) -> None:
-    """Record the first draft tokens, and turn the state after a draft prefill into the input of the first draft decode.
+    """Record the first draft tokens and prepare the inputs of the first draft decode.
 
-    Row ``i`` then holds one token: the first draft, at the position after the request's last accepted token, with the
-    hidden state of that last token.  Beyond the live requests ``query_start_loc`` repeats their number and
-    ``seq_lens`` is 0.  ``draft_step`` becomes 1.  How many are live is read on the device, so that a graph can hold
-    this for batches of any size up to its own.
+    Row ``i`` then holds one token: the first draft token, at the position after the request's last accepted token, with
+    the hidden state of that last token.  Beyond the live requests ``query_start_loc`` repeats their number and
+    ``seq_lens`` is 0.  ``draft_step`` becomes 1.  The number of live requests is read on the device, so a graph can
+    contain this for batches of any size up to its own.
 
     Args:
         buffers: the draft's buffers as `prepare_prefill_inputs` left them; read and written.
-        drafted: tokens for num_rows rows, in a form of `how_drafted`.
-        feedback: [n, hidden_size], hidden states of the draft prefill that the next step starts from; not the buffer.
-        num_rows: rows to make; requests beyond them count as padding.
+        drafted: drafts for num_rows rows, in a form of `how_drafted`.
+        feedback: [n, hidden_size], hidden states of the draft prefill that the next step starts from; must not be
+            ``buffers.hidden_states``.
+        num_rows: number of rows to prepare; requests beyond them count as padding.
         max_model_len: positions and lengths are clamped to it.
-        slot_table: also write the slots of the rows' keys and values, -1 for padding.
+        slot_table: if given, the slots of the rows' keys and values are written too, -1 for padding.
         sample_offset: as for `prepare_prefill_inputs`.
     """
     launch(_decode_inputs_kernel, (num_rows + 1,))(

@@ -1,4 +1,4 @@
-"""What a kernel must know of the GPU that it runs on."""
+"""Properties of the GPU that kernels depend on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _H200_MULTIPROCESSORS = 132
 
 
 def is_measured(device: torch.device) -> bool:
-    """Whether kernels that stand for a library's are known to be faster on an NVIDIA GPU."""
+    """Whether kernels that replace a library's were measured to be faster on this NVIDIA GPU."""
     return torch.cuda.get_device_capability(device) in MEASURED
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device; those of an H200 where it has none, for the interpreter."""
+    """Return the number of multiprocessors of a GPU; on other devices (Triton interpreter) that of an H200."""
     if device.type != "cuda":
         return _H200_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -27,8 +27,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def stages(wanted: int, tile: int, device: torch.device) -> int:
-    """How many tiles of so many bytes the shared memory of a device holds, up to what is wanted, one at least."""
+    """Return how many tiles of ``tile`` bytes fit in a device's shared memory: at most ``wanted``, at least one."""
     if device.type != "cuda":
         return wanted
-    properties: Any = torch.cuda.get_device_properties(device)  # whose stub lacks it
+    properties: Any = torch.cuda.get_device_properties(device)  # the type stub lacks the attribute
     return max(1, min(wanted, int(properties.shared_memory_per_block_optin) // tile))

@@ -1,4 +1,4 @@
-"""The product of a few rows with a wide weight matrix, such as a draft's head."""
+"""Product of a few rows with a wide weight matrix, for example a draft's head."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from vllm_eagle_mrv2.kernels.device import stages
 from vllm_eagle_mrv2.kernels.greedy import LEAST, NO_TOKEN, key_of, order_of
 from vllm_eagle_mrv2.kernels.launching import launch
 
-# On an H200 3 to 5 % faster than PyTorch for 32,000 and for 128,256 outputs; slower at 64 rows, equal below 30,000.
+# On an H200, 3 to 5 % faster than PyTorch for 32,000 and 128,256 outputs, slower at 64 rows, equal below 30,000.
 MAX_ROWS = 32
 MIN_OUTPUTS = 32_000
 _OUTPUTS, _BLOCK, _STAGES, _WARPS = 64, 128, 4, 4
-_LEAST_ROWS = 16  # of a matrix instruction
+_LEAST_ROWS = 16  # minimum of a matrix instruction
 
 
-# Batch sizes vary: a variant per value would be compiled in the middle of serving.
+# Batch sizes vary: specialized variants would be compiled during serving.
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     rows_ptr,
@@ -44,7 +44,7 @@ def _few_rows_kernel(
     column = tl.arange(0, BLOCK)
     inside, live = (output < num_outputs)[:, None], (row < num_rows)[:, None]
     if BY_TEMPERATURE:
-        # Looked at behind the loop, so that it does not wait for this.
+        # Used only after the loop, so the loop does not wait for this load.
         state = tl.load(idx_mapping_ptr + row, mask=row < num_rows, other=-1)
     weights = weight_ptr + output[:, None].to(tl.int64) * weight_stride + column[None, :]
     inputs = rows_ptr + row[:, None] * rows_stride + column[None, :]
@@ -60,7 +60,7 @@ def _few_rows_kernel(
     if KEYS or BY_TEMPERATURE:
         logits = total.to(rows_ptr.dtype.element_ty).to(tl.float32)  # rounded as they would be stored
         if BY_TEMPERATURE:
-            logits = tl.where(logits == logits, logits, float("-inf"))  # as the sampler has it
+            logits = tl.where(logits == logits, logits, float("-inf"))  # NaN counts as -inf, as in the sampler
         orders = tl.where(inside, order_of(logits), -0x7FFFFFFF)
         best = tl.max(orders, axis=0)
         token = tl.min(tl.where(inside & (orders == best[None, :]), output[:, None], NO_TOKEN), axis=0)
@@ -78,19 +78,19 @@ def _few_rows_kernel(
 
 
 def takes(num_rows: int, weight: torch.Tensor) -> bool:
-    """Whether `few_rows_product` is for so many rows and such weights [N, K]."""
+    """Whether `few_rows_product` supports this number of rows and these weights [N, K]."""
     return 1 < num_rows <= MAX_ROWS and weight.shape[0] >= MIN_OUTPUTS and weight.dtype != torch.float32
 
 
 def variants(weight: torch.Tensor) -> list[int]:
-    """Numbers of rows for each of which a kernel of its own is compiled."""
+    """Return the numbers of rows that are compiled as separate kernels."""
     return [rows for rows in (_LEAST_ROWS, MAX_ROWS) if takes(rows, weight)]
 
 
 def few_rows_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``torch.nn.functional.linear`` of up to 32 rows, summed in float32.
 
-    Each program multiplies all rows with some outputs' weights, so that every weight is read once, by one program.
+    Each program multiplies all rows with the weights of some outputs, so every weight is read once, by one program.
 
     Args:
         rows: [n, K] of bfloat16 or float16, each contiguous.
@@ -105,14 +105,14 @@ def few_rows_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def few_rows_keys(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``argmax_keys(few_rows_product(rows, weight))``, without the logits in between.
+    """``argmax_keys(few_rows_product(rows, weight))`` without storing the logits.
 
     Args:
-        rows: as of `few_rows_product`.
-        weight: likewise; its rows are the tokens.
+        rows: as for `few_rows_product`.
+        weight: as for `few_rows_product`; its rows are the tokens.
 
     Returns:
-        [n, blocks] int64, the best of each block of tokens.
+        [n, blocks] int64, the best key of each block of tokens.
     """
     keys = torch.empty(len(rows), _blocks(weight), dtype=torch.int64, device=rows.device)
     _launch(rows, weight, None, keys)
@@ -122,17 +122,17 @@ def few_rows_keys(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def few_rows_by_temperature(
     rows: torch.Tensor, weight: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`few_rows_product`, of which greedy rows leave no more than their best tokens.
+    """`few_rows_product` that stores only the best tokens of greedy rows.
 
     Args:
-        rows: as of `few_rows_product`.
-        weight: likewise; its rows are the tokens.
+        rows: as for `few_rows_product`.
+        weight: as for `few_rows_product`; its rows are the tokens.
         idx_mapping: [n] int32 or int64, request state of each row; a row of -1 is padding, which counts as greedy.
         temperature: [R] float32, by request state; 0 is greedy.
 
     Returns:
         logits [n, N] of the same dtype, undefined in greedy rows; and [n, 2, blocks] int64 in the last form of
-        `how_drafted`, for `sample_with_logits` to put the other rows' samples in place of what is least there.
+        `how_drafted`.  There the other rows hold the least value, which `sample_with_logits` replaces by their samples.
     """
     out = torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device)
     best = torch.empty(len(rows), 2, _blocks(weight), dtype=torch.int64, device=rows.device)

@@ -10,14 +10,14 @@ from vllm_eagle_mrv2.kernels.launching import launch
 
 _BLOCK = 4096
 BINS = 512
-"""Of the histogram: 16 nats below the best logit, a thirty-second of a nat each; the last holds all beneath."""
+"""Histogram bins of 1/32 nat, down to 16 nats below the best logit; the last bin holds everything lower."""
 _BINS_PER_NAT = tl.constexpr(32.0)
-_UNIT = tl.constexpr(4294967296.0)  # mass is counted in 2**-32, as integers add up the same in any order
+_UNIT = tl.constexpr(4294967296.0)  # mass is counted in units of 2**-32: integers add up the same in any order
 
 
 @triton.jit
 def _filters(idx_mapping_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size):
-    """Temperature, k and p of a row; a temperature of 0 where there is nothing to filter."""
+    """Load temperature, k and p of a row; the temperature is 0 if there is nothing to filter."""
     state = tl.load(idx_mapping_ptr + row).to(tl.int64)
     live = state >= 0
     temperature = tl.load(temperature_ptr + state, mask=live, other=0.0)
@@ -29,7 +29,7 @@ def _filters(idx_mapping_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_
 
 @triton.jit
 def _block(logits_ptr, logits_stride, row, block, vocab_size, BLOCK: tl.constexpr):
-    """Logits of a block of a row, where they are, and which of them are inside the vocabulary."""
+    """Load a block of a row's logits; also returns their addresses and which are inside the vocabulary."""
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocab_size
     places = logits_ptr + row * logits_stride + tokens
@@ -38,14 +38,14 @@ def _block(logits_ptr, logits_stride, row, block, vocab_size, BLOCK: tl.constexp
 
 @triton.jit
 def _best(best_ptr, row, num_blocks, BLOCKS: tl.constexpr):
-    """The best logit of a row, of those of its blocks."""
+    """Return the best logit of a row from those of its blocks."""
     each = tl.arange(0, BLOCKS)
     return tl.max(tl.load(best_ptr + row * num_blocks + each, mask=each < num_blocks, other=float("-inf")), axis=0)
 
 
 @triton.jit
 def _bins(logits, best, temperature, BINS: tl.constexpr):
-    """How many bins below the best logit; -inf and NaN fall into the last."""
+    """Return how many bins each logit is below the best one; -inf and NaN fall into the last bin."""
     distance = (best - logits) / temperature * _BINS_PER_NAT
     return tl.where(distance < BINS - 1, distance, BINS - 1.0).to(tl.int32)
 
@@ -103,10 +103,10 @@ def _histogram_kernel(
     mass = (tl.exp((logits - best) / temperature) * _UNIT).to(tl.int64)
     counts = histogram_ptr + row * 2 * BINS
     near = inside & (bins < BINS - 1)
-    # Relaxed: the next kernel reads them, so nothing need be ordered, and each fence would stall a warp.
+    # Relaxed: only the next kernel reads the counts, so no order is needed, and each fence would stall a warp.
     tl.atomic_add(counts + bins, tl.full([BLOCK], 1, tl.int64), mask=near, sem="relaxed")
     tl.atomic_add(counts + BINS + bins, mass, mask=near, sem="relaxed")
-    # Most tokens are far from the best: one addition for all of a block.
+    # Most tokens are far from the best: a single addition counts all of them in a block.
     far = inside & (bins == BINS - 1)
     tl.atomic_add(counts + BINS - 1, tl.sum(far.to(tl.int64), axis=0), sem="relaxed")
     tl.atomic_add(counts + 2 * BINS - 1, tl.sum(tl.where(far, mass, 0), axis=0), sem="relaxed")
@@ -137,10 +137,10 @@ def _mask_kernel(
     bins = tl.arange(0, BINS)
     counts = tl.cumsum(tl.load(histogram_ptr + row * 2 * BINS + bins), axis=0)
     mass = tl.cumsum(tl.load(histogram_ptr + row * 2 * BINS + BINS + bins), axis=0)
-    # The bins that lie wholly before the k-th token; the next one is kept too, with all in it.
+    # Number of bins that lie entirely before the k-th token; the next bin is kept too, as a whole.
     last = tl.minimum(tl.sum((counts < k).to(tl.int32), axis=0), BINS - 1)
     if p < 1.0:
-        # Of the mass of k tokens: what lies in the bins before, and in the last no more than its best could have.
+        # Bound of the mass of the best k tokens: the bins before the last, and its tokens at the bin's upper edge.
         before = bins < last
         whole = tl.sum(tl.where(bins == last, mass, 0), axis=0).to(tl.float32)
         most = (k - tl.max(tl.where(before, counts, 0), axis=0)).to(tl.float32) * tl.exp(-last / _BINS_PER_NAT) * _UNIT
@@ -158,22 +158,23 @@ def filter_logits(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
 ) -> None:
-    """Write -inf, in place, over the draft logits that a request's top-k and top-p leave out.
+    """Set the draft logits that a request's top-k and top-p exclude to -inf, in place.
 
     The target never accepts a token that its own top-k and top-p exclude, so a draft from the excluded tail is wasted
-    (#56724).  Any distribution to draft from keeps the output exact, as long as it is the one that the rejection
-    sampler is told of.  So nothing need be sorted: logits are counted in a histogram, and the bin where a limit falls
-    is kept whole.  Nothing too little is kept, and at most a sixteenth of a nat too much, down to 16 nats below the
-    best.  Counts and mass are integers, so that all tensor-parallel ranks cut at the same place.
+    (#56724).  Any draft distribution keeps the output exact, as long as the rejection sampler is given the same one.
+    The cut may therefore be approximate, and nothing is sorted: logits are counted in a histogram, and the bin where a
+    limit falls is kept whole.  No token within the limits is removed, and at most a sixteenth of a nat too much is
+    kept, down to 16 nats below the best logit.  Counts and mass are integers, so all tensor-parallel ranks cut at the
+    same place.
 
-    Rows of greedy requests, of padding, and without either filter stay as they are.
+    Rows of greedy requests, padded rows and rows without either filter stay unchanged.
 
     Args:
-        logits: [n, V], any floating dtype, written.
+        logits: [n, V], any floating dtype, written in place.
         idx_mapping: [n] request state of each row, -1 for padding.
         temperature: [R] float32.
-        top_k: [R] int32; V or more is no limit.
-        top_p: [R] float32; 1 is no limit.
+        top_k: [R] int32; V or more means no limit.
+        top_p: [R] float32; 1 means no limit.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
@@ -194,7 +195,7 @@ def filter_logits_reference(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
 ) -> torch.Tensor:
-    """[n, V] bool, in plain torch: what top-k and then top-p keep, without a tie or a bin more."""
+    """Return [n, V] bool, in plain torch: the tokens that top-k and then top-p keep, without extra ties or bins."""
     keep = torch.ones_like(logits, dtype=torch.bool)
     for row, state in enumerate(idx_mapping.tolist()):
         if state < 0 or float(temperature[state]) == 0.0:

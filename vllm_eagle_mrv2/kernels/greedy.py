@@ -1,6 +1,6 @@
-"""Argmax over the draft vocabulary, spread over the whole chip.
+"""Argmax over the draft vocabulary in two stages, the first spread over the whole GPU.
 
-Its second stage is part of the kernel that the token goes to: see `drafted_token`.
+The second stage is fused into the kernel that uses the token; see `drafted_token`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _BLOCK = 2048
 
 
 LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
-"""Before the order of every score, and every key."""
+"""Less than every score order and every key."""
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
-"""Beyond every token."""
+"""Greater than every token."""
 
 
 @triton.jit
 def order_of(score):
-    """float32 scores as int32 in their order, with NaN the greatest."""
-    # A negative float has its other bits turned.  Zeros are equal: -0.0 + 0.0 is 0.0.
+    """Map float32 scores to int32 with the same order; NaN is the greatest."""
+    # The bits of a negative float are inverted, except the sign.  Zeros are equal: -0.0 + 0.0 is 0.0.
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(score != score, 0x7FFFFFFF, order)
@@ -31,23 +31,23 @@ def order_of(score):
 
 @triton.jit
 def key_of(order, token):
-    """Scores, by `order_of`, and their tokens as int64 whose order is that of the scores, and among equals the token's.
+    """Pack score orders (of `order_of`) and tokens into int64 keys that compare by score, then by token.
 
-    Of equals the first token is greatest, as in torch; so is NaN of all.
+    Among equal scores the first token has the greatest key, as in torch.  NaN is greater than every score.
     """
     return (order.to(tl.int64) << 32) | (0xFFFFFFFF - token)
 
 
 @triton.jit
 def order_of_double(score):
-    """float64 scores, none of them NaN, as int64 in their order."""
+    """Map float64 scores, none of them NaN, to int64 with the same order."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int64, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
 
 
 @triton.jit
 def tokens_of(rows, inside, offsets_ptr, MAPPED: tl.constexpr):
-    """The target's tokens that rows of the head stand for, int32; `NO_TOKEN` for those that are not inside."""
+    """Return the target's tokens, int32, for rows of the head; `NO_TOKEN` for rows that are not inside."""
     if MAPPED:
         rows += tl.load(offsets_ptr + rows, mask=inside, other=0).to(tl.int32)
     return tl.where(inside, rows, NO_TOKEN)
@@ -55,7 +55,7 @@ def tokens_of(rows, inside, offsets_ptr, MAPPED: tl.constexpr):
 
 @triton.jit
 def first_of_best(scores, tokens):
-    """The best score, none of them NaN, and the first of the tokens that have it."""
+    """Return the best score, none of them NaN, and the first token that has it."""
     best = tl.max(scores, axis=0)
     return best, tl.min(tl.where(scores == best, tokens, NO_TOKEN), axis=0)
 
@@ -78,7 +78,7 @@ def _block_keys_kernel(
     inside = columns < num_columns
     logits = tl.load(logits_ptr + row * logits_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
     tokens = tokens_of(first_row + columns, inside, offsets_ptr, MAPPED)
-    # In 32 bits up to the block's best, as int64 takes two instructions for each of theirs.
+    # The reduction within a block is in 32 bits, because each int64 operation takes two instructions.
     orders = tl.where(inside, order_of(logits), -0x7FFFFFFF)
     best, token = first_of_best(orders, tokens)
     tl.store(keys_ptr + row * num_blocks + block, key_of(best, token.to(tl.int64)))
@@ -86,7 +86,7 @@ def _block_keys_kernel(
 
 @triton.jit
 def drafted_token(drafted_ptr, row, KEYS: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr):
-    """The draft token of a row, out of what `how_drafted` describes."""
+    """Return the draft token of a row, from drafts in a form of `how_drafted`."""
     if KEYS == 0:
         token = tl.load(drafted_ptr + row)
     else:
@@ -103,11 +103,11 @@ def drafted_token(drafted_ptr, row, KEYS: tl.constexpr, LANES: tl.constexpr, PAI
 
 
 def how_drafted(drafted: torch.Tensor) -> dict[str, int | bool]:
-    """The constants of `drafted_token`.
+    """Return the constants of `drafted_token` for drafts in one of three forms.
 
     Args:
-        drafted: contiguous int64, for n rows: tokens [n]; keys of `key_of` [n, m]; or the order of scores by
-            `order_of_double`, and their tokens, [n, 2, m].  Of keys and scores the best counts.
+        drafted: contiguous int64, for n rows: tokens [n]; keys of `key_of` [n, m]; or score orders of
+            `order_of_double` and their tokens [n, 2, m].  The greatest key or order gives the token.
     """
     keys = drafted.shape[-1] if drafted.dim() > 1 else 0
     return {"KEYS": keys, "LANES": triton.next_power_of_2(keys) if keys else 1, "PAIRS": drafted.dim() == 3}
@@ -120,16 +120,16 @@ def argmax_keys(
     first_row: int = 0,
     num_columns: int | None = None,
 ) -> torch.Tensor:
-    """The best of every block of columns, as integers whose maximum names the argmax.
+    """Return the best key of every block of columns; the greatest key of a row gives its argmax.
 
-    A key holds the logit in its upper half and the token, counted from the end, in its lower half.  Keys of several
-    shards of a vocabulary can be reduced together, which is exact, ties included.
+    A key holds the order of the logit in its upper half and the complement of the token in its lower half.  Keys of
+    several vocabulary shards can be reduced together; the result is exact, ties included.
 
     Args:
         logits: [n, W], bfloat16, float16 or float32.
-        offsets: int64, for each row of the whole head how far it is to the target's token; None where it is the token.
-        first_row: row of the head that the first column stands for, in a shard of it.
-        num_columns: how many columns count, the rest is padding; all by default.
+        offsets: int64, the target's token minus the row, for each row of the whole head; None where a row is the token.
+        first_row: row of the whole head that the first column of a shard stands for.
+        num_columns: number of columns that count, the rest is padding; all by default.
 
     Returns:
         [n, blocks] int64.

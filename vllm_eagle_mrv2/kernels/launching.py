@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, which a thread can turn into compilations alone."""
+"""Launches of Triton kernels, which a thread can turn into compilations only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _thread = _Thread()
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """``kernel[grid]``; while this thread `compiles_alone`, what compiles the kernel for the same arguments."""
+    """Return ``kernel[grid]`` or, within `compiles_alone`, a call that only compiles for the same arguments."""
     if _thread.compiles:
         return functools.partial(_compile, kernel, grid)
     call: Callable[..., Any] = kernel[grid]
@@ -28,9 +28,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def compiles_alone() -> Iterator[None]:
-    """Compile what this thread would launch.
+    """Compile the kernels that this thread launches, without running them.
 
-    The GPU is left alone, so that another thread may be capturing a graph; tensors may be of the meta device.
+    The GPU is not used, so another thread may capture a graph meanwhile.  Tensors may be on the meta device.
     """
     _thread.compiles = True
     try:
@@ -41,7 +41,7 @@ def compiles_alone() -> Iterator[None]:
 
 def _compile(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
     compiled = kernel.warmup(*args, grid=grid, **kwargs)
-    if compiled is None:  # a hook of Triton's has taken it over
+    if compiled is None:  # a Triton hook has taken over the compilation
         return
     driver: Any = triton.runtime.driver.active
     if not isinstance(driver.launcher_cls, Launchers):
@@ -50,10 +50,10 @@ def _compile(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> N
 
 
 class Launchers:
-    """In the place of a Triton driver's class of launchers: those that were made ahead are there already.
+    """Replaces a Triton driver's launcher class and returns launchers that were made ahead.
 
-    Up to 3.6 Triton runs a C compiler for each, 0.2 s long, when its kernel is launched for the first time.  They are
-    not left to the files that it keeps of them: Inductor may change where those are while an engine starts.
+    Up to 3.6, Triton runs a C compiler for each launcher, for 0.2 s, at the first launch of its kernel.  Launchers are
+    kept in memory and not only in Triton's cache files, because Inductor may move the cache while an engine starts.
     """
 
     def __init__(self, launcher_cls: Callable[[Any, Any], Any]) -> None:
@@ -66,5 +66,5 @@ class Launchers:
             self._made[compiled.src] = self._launcher_cls(compiled.src, compiled.metadata)
 
     def __call__(self, src: Any, metadata: Any) -> Any:
-        """The launcher of a kernel that was compiled of such source."""
+        """Return the launcher of a kernel compiled from this source, made ahead or now."""
         return self._made.get(src) or self._launcher_cls(src, metadata)

@@ -1,15 +1,17 @@
-"""GPUs on which the kernels that stand for a library's were measured.  Needs no torch, for `doctor`."""
+"""GPUs on which the kernels that replace a library's were measured.
+
+Does not import torch, for the sake of `doctor`."""
 
 from __future__ import annotations
 
 from vllm_eagle_mrv2.config.families import METHOD
 
 MEASURED = frozenset({(9, 0)})
-"""Compute capabilities: H100 and H200."""
+"""Compute capabilities of H100 and H200."""
 
 
 def about(name: str, capability: tuple[int, int]) -> str | None:
-    """What is left to PyTorch on an NVIDIA GPU, in a sentence; None where nothing is."""
+    """Return a sentence on what is left to PyTorch on this NVIDIA GPU; None if nothing is."""
     if capability in MEASURED:
         return None
     measured = ", ".join(f"{major}.{minor}" for major, minor in sorted(MEASURED))

@@ -1,4 +1,4 @@
-"""Inputs of the draft prefill from the target's batch."""
+"""Inputs of the draft prefill, from the target's batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_eagle_mrv2.kernels.launching import launch
 
 _BLOCK = 1024
 
-# Where in a slot of the queue they are.
+# Field numbers in a slot of the queue.
 _NUM_REQS = tl.constexpr(NUM_REQS)
 _INDEX_WIDTH = tl.constexpr(INDEX_WIDTH)
 _IDX_MAPPING = tl.constexpr(place_of("idx_mapping"))
@@ -33,9 +33,9 @@ _TOP_P = tl.constexpr(place_of("top_p"))
 def _take_slot_kernel(slots_ptr, taken_ptr, seen_ptr, slot_ptr, depth, FIELDS: tl.constexpr):
     each = tl.arange(0, FIELDS)
     taken = tl.load(taken_ptr)
-    # Past every cache, as the host has just written it.
+    # Volatile, to bypass the caches: the CPU has just written the slot.
     tl.store(slot_ptr + each, tl.load(slots_ptr + taken % depth * FIELDS + each, volatile=True))
-    tl.debug_barrier()  # the host may write there again from here on
+    tl.debug_barrier()  # the CPU may overwrite the slot from here on
     tl.store(taken_ptr, taken + 1)
     tl.store(seen_ptr, taken + 1)
 
@@ -45,7 +45,7 @@ def _address(slot_ptr, number: tl.constexpr, dtype: tl.constexpr):
     return tl.load(slot_ptr + number).to(tl.pointer_type(dtype))
 
 
-# A variant per number of requests (1, multiples of 16) would be compiled for nothing.
+# Specialized variants (1, multiples of 16) would be compiled for nothing.
 @triton.jit(do_not_specialize=["max_num_reqs"])
 def _prefill_inputs_kernel(
     slot_ptr,
@@ -74,7 +74,7 @@ def _prefill_inputs_kernel(
         return
     target_query_start_loc_ptr = _address(slot_ptr, _QUERY_START_LOC, tl.int32)
     if row == num_reqs:
-        # What a replayed graph reads beyond the live requests.  An empty slot has no addresses.
+        # Padding, which a replayed graph reads beyond the live requests.  An empty slot has no addresses.
         end = tl.load(target_query_start_loc_ptr + num_reqs, mask=num_reqs > 0, other=0)
         for first in range(num_reqs, max_num_reqs + 1, BLOCK):
             padded = first + lanes
@@ -96,7 +96,7 @@ def _prefill_inputs_kernel(
     tl.store(query_start_loc_ptr + row, start)
     tl.store(seq_lens_ptr + row, tl.load(_address(slot_ptr, _SEQ_LENS, tl.int32) + row))
 
-    # Every token moves one place to the left; the place that becomes free at the end takes the token that follows.
+    # Tokens move one place to the left; the last place takes the token that follows.
     target_input_ids_ptr = _address(slot_ptr, _INPUT_IDS, tl.int32)
     target_positions_ptr = _address(slot_ptr, _POSITIONS, tl.int64)
     for offset in range(0, length, BLOCK):
@@ -106,7 +106,7 @@ def _prefill_inputs_kernel(
         tl.store(input_ids_ptr + start + token, shifted, mask=token + 1 < length)
         tl.store(positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside)
     last = start + length - 1
-    # The low half of a wider index.
+    # Of an int64 index this reads the low half.
     state = tl.load(_address(slot_ptr, _IDX_MAPPING, tl.int32) + row * tl.load(slot_ptr + _INDEX_WIDTH)).to(tl.int64)
     # A request in the middle of its prompt sampled nothing: its next prompt token follows.
     if tl.load(_address(slot_ptr, _NUM_SAMPLED, tl.int32) + row) > 0:
@@ -125,21 +125,21 @@ def _prefill_inputs_kernel(
 
 
 def prepare_prefill_inputs(buffers: DraftBuffers, queue: BatchQueue, num_rows: int, *, sample_offset: int = 0) -> None:
-    """Fill the draft's buffers for the draft prefill of the next batch of a queue, in two launches; graphs may hold it.
+    """Fill the draft's buffers for the draft prefill of a queue's next batch, in two launches that a graph can contain.
 
-    A draft sees the same tokens as the target, one place to the left (EAGLE, arXiv 2401.15077): row ``i`` of the
-    batch with tokens ``t[0..n)`` of which the last ``num_rejected[i]`` were rejected gets ``t[1..n')`` and then the
-    token that follows.  Rejected places keep what they held, no live row reads them.  Beyond the live requests
+    A draft sees the same tokens as the target, one place to the left (EAGLE, arXiv 2401.15077).  A row ``i`` with
+    tokens ``t[0..n)``, the last ``num_rejected[i]`` of them rejected so that ``n'`` remain, gets ``t[1..n')`` and then
+    the token that follows.  Rejected places keep their values, which no live row reads.  Beyond the live requests
     ``query_start_loc`` repeats its last value, ``seq_lens`` and ``last_token_indices`` are 0 (#39773) and
-    ``idx_mapping`` is -1, so that a padded row of a replayed graph touches no request.  What the draft decodes need of
-    the batch is kept too (``num_rejected``, ``live_reqs``), as a graph that holds them cannot be told.
+    ``idx_mapping`` is -1, so a padded row of a replayed graph touches no request.  ``num_rejected`` and ``live_reqs``
+    are stored for the draft decodes, because a graph that contains them takes no arguments.
 
-    One warp fetches the slot over the bus: when each program did so for itself, two of them took 9.4 us on an H200.
+    One warp fetches the slot over the bus.  When each program fetched it, two programs took 9.4 us on an H200.
 
     Args:
         buffers: the draft's buffers, written.
-        queue: whose next slot is taken, on the device; an empty one is a batch of no requests.
-        num_rows: the most requests that the batch may have.
+        queue: its next slot is taken, on the device; an empty slot is a batch without requests.
+        num_rows: the maximum number of requests of the batch.
         sample_offset: what this release's sampler adds to a position to key its random numbers (0 or 1).
     """
     launch(_take_slot_kernel, (1,))(

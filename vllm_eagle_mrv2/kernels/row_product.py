@@ -1,4 +1,4 @@
-"""The product of one row with a weight matrix, at the speed at which the weights can be read."""
+"""Product of one row with a weight matrix, at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vllm_eagle_mrv2.kernels.launching import launch
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Outputs of a program, columns that it reads at a time, and its warps: on an H200 the best over 17 shapes.
+    """Return outputs per program, columns read at a time, and warps; the best on an H200 over 17 shapes.
 
-    Measured behind another kernel, with weights of 8 to 525 MB out of the cache.
+    Measured right after another kernel, with weights of 8 to 525 MB that were not in the cache.
     """
     if width <= 2048:
         return 1, triton.next_power_of_2(width), 4
@@ -47,14 +47,14 @@ def _row_product_kernel(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < num_outputs
     weights = weight_ptr + output[:, None].to(tl.int64) * weight_stride
-    factors = weight_ptr + (num_outputs + output)[:, None].to(tl.int64) * weight_stride  # behind the gates
+    factors = weight_ptr + (num_outputs + output)[:, None].to(tl.int64) * weight_stride  # stored after the gates
     products = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     ups = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         held = column < WIDTH
         read = inside[:, None] & held[None, :]
-        # Each weight is needed once: evicted first, it leaves the cache to what the next kernels share.
+        # Each weight is read once; evict_first leaves the cache to data that the next kernels share.
         weight = tl.load(weights + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
         if GATED:
             factor = tl.load(factors + column[None, :], mask=read, other=0.0, eviction_policy="evict_first")
@@ -76,34 +76,33 @@ def row_product(
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` of a single row, summed in float32.
 
-    A matrix library splits such a product as if there were many rows, and reads at a half to nine tenths of the
-    memory's speed; here each program reads one or two whole rows of the weights, and many programs are under way at
-    once.
+    A matrix library splits this product as if there were many rows, and reaches a half to nine tenths of the memory
+    bandwidth.  Here each program reads one or two whole rows of the weights, and many programs run at once.
 
     Args:
         rows: [K], contiguous; with ``index`` [n, K], each row contiguous.
         weight: [N, K] of the same dtype, rows contiguous.
         bias: [N], or None.
-        index: [1] int64, the one of several rows that counts; None for a lone row.
+        index: [1] int64, the only row to multiply; None for a single row.
 
     Returns:
-        [N] of the dtype of ``rows``; with ``index`` [n, N], of which nothing but the row that counts is written.
+        [N] of the dtype of ``rows``; with ``index`` [n, N], where only that row is written.
     """
     return _launch(rows, weight, bias, index, len(weight), *_tile(weight.shape[1]), gated=False)
 
 
 def gated_row_product(rows: torch.Tensor, weight: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
-    """``silu(gate) * up`` of a single row, where its product with the weights is ``gate`` and then ``up``.
+    """``silu(gate) * up`` of a single row, where its product with the weights is ``gate`` followed by ``up``.
 
-    A program that has a gate's row reads the row of its factor too, and nothing is left for a kernel behind it.
+    A program that reads a gate's weights also reads those of its factor, so no activation kernel follows.
 
     Args:
-        rows: as of `row_product`.
-        weight: [2 * N, K], likewise.
-        index: likewise.
+        rows: as for `row_product`.
+        weight: [2 * N, K], otherwise as for `row_product`.
+        index: as for `row_product`.
 
     Returns:
-        [N] or [n, N], likewise.
+        [N] or [n, N], as for `row_product`.
     """
     outputs, block, warps = _tile(weight.shape[1])
     return _launch(rows, weight, None, index, len(weight) // 2, max(outputs // 2, 1), block, warps, gated=True)

@@ -1,4 +1,4 @@
-"""Probabilistic draft sampling that keeps the logits for the rejection sampler."""
+"""Probabilistic draft sampling that stores the logits for the rejection sampler."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from vllm_eagle_mrv2.kernels.greedy import NO_TOKEN, first_of_best, key_of, orde
 from vllm_eagle_mrv2.kernels.launching import launch
 
 FEW_ROWS = 8
-"""Up to so many rows have multiprocessors to spare, and get smaller blocks."""
+"""Up to this many rows leave multiprocessors idle, and get smaller blocks."""
 _PART = 512
-# Added to the position of salted draws, far beyond any position: their random numbers are nobody else's.
+# Added to the position of salted draws; far beyond any position, so no other draw has the same random numbers.
 _SALT = tl.constexpr(1 << 30)
 _TINY = tl.constexpr(2.0**-126)
 
 
 @triton.jit
 def _noise(seed, position, keys, SALTED: tl.constexpr, FP64: tl.constexpr):
-    """Gumbel noise of the tokens ``keys``: -log(E) with E exponential."""
+    """Return Gumbel noise for the tokens ``keys``: -log(E) with E exponential."""
     if SALTED:
         position += _SALT
     stream = tl.randint(seed, position)
@@ -30,7 +30,7 @@ def _noise(seed, position, keys, SALTED: tl.constexpr, FP64: tl.constexpr):
         uniform = ((high << 32) | low).to(tl.float64) * 5.421010862427522e-20  # 2**-64
         exponential = -tl.log(tl.maximum(uniform, 2.2250738585072014e-308))
     else:
-        # The largest noise decides, it comes of the smallest E: -log(1 - u) near u = 0, where fp32 is fine-grained.
+        # The largest noise decides, and comes from the smallest E: -log(1 - u) near u = 0, where fp32 is fine-grained.
         uniform = tl.maximum(tl.rand(stream, keys), _TINY)
         series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
         exponential = tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform))
@@ -66,7 +66,7 @@ def _sample_blocks_kernel(
     block = tl.program_id(1)
     logits_ptr += row * logits_stride
     if GREEDY:
-        # Under way before it is known whether the row is greedy: the kernel is little but latency for those that are.
+        # Loaded before it is known whether the row is greedy: for greedy rows the kernel is bound by latency.
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < num_columns
         row_logits = tl.load(logits_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
@@ -78,9 +78,9 @@ def _sample_blocks_kernel(
             return
     best = tl.full((), float("-inf"), tl.float64 if FP64 else tl.float32)
     token = NO_TOKEN
-    # Beside NaN any lane may win, those beyond the vocabulary too: it is made the least.
+    # With NaN any lane may win, even one beyond the vocabulary, so NaN becomes -inf.
     if temperature != 0.0:
-        # A part at a time: random numbers take many registers, and the other branch would have to wait for them too.
+        # One part at a time: random numbers take many registers, and the other branch would have to wait for them too.
         step = tl.load(draft_step_ptr)
         seed = tl.load(seeds_ptr + state)
         position = tl.load(positions_ptr + row) + 1
@@ -99,8 +99,8 @@ def _sample_blocks_kernel(
             token = tl.where(score > best, first, tl.where(score == best, tl.minimum(token, first), token))
             best = tl.maximum(score, best)
     elif GREEDY:
-        # Nothing is stored, for a greedy row as for padding: vLLM compares greedy drafts with the target's argmax.
-        # Nor is anything finer than the logits, that it would need float64.
+        # No logits are stored for greedy or padded rows: vLLM compares greedy drafts with the target's argmax.
+        # The comparison needs no float64, because nothing is finer than the logits.
         tokens = tokens_of(columns, inside, offsets_ptr, MAPPED)
         largest, token = first_of_best(tl.where(row_logits == row_logits, row_logits, float("-inf")), tokens)
         best = largest.to(tl.float64) if FP64 else largest
@@ -127,30 +127,30 @@ def sample_with_logits(
     offsets: torch.Tensor | None = None,
     best: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample a draft token for every row by the Gumbel-max rule, and store what it was sampled from, unless greedily.
+    """Sample a draft token for every row with the Gumbel-max trick, and store the logits of rows that are not greedy.
 
-    The random numbers are a function of (seed, position, token).  A rejected draft is replaced by a draw from what
-    remains of the target's distribution, which vLLM keys the same way; for the output to follow the target, the two
-    must not share random numbers.  ``salted`` keeps the draft's apart.
+    The random numbers are a function of (seed, position, token).  A rejected draft is replaced by a draw from the
+    target's residual distribution, which vLLM keys in the same way.  For the output to follow the target's
+    distribution, the two must not share random numbers; ``salted`` keeps them apart.
 
     Args:
-        logits: [n, V], any floating dtype; with ``offsets`` of the draft's own vocabulary.
+        logits: [n, V], any floating dtype; with ``offsets``, over the draft's own vocabulary.
         idx_mapping: [n] request state of each row; a row of -1 is padding.
         temperature: [R] float32; 0 takes the argmax.
         seeds: [R] int64.
-        positions: [n] int64, position before that of the token that is drafted.
+        positions: [n] int64, the position before that of the drafted token.
         draft_step: [] int64, on the device.
         draft_logits: [R, K, V], written at [state, draft_step] where the temperature is not 0; None stores nothing.
-        salted: draw other random numbers than the target does.
+        salted: use other random numbers than the target does.
         after_temperature: store logits divided by the temperature.
-        fp64: noise and comparison in float64.
-        offsets: [V] int64, how far it is from each column to the target's token; None where it is the token.  It takes
-            rows of the target's vocabulary to store them.
-        best: of `few_rows_by_temperature`, which has the greedy rows; written, only with ``fp64``.
+        fp64: compute noise and compare in float64.
+        offsets: [V] int64, the target's token minus the column; None where a column is the token.  Not together with
+            ``draft_logits``, which stores rows over the target's vocabulary.
+        best: result of `few_rows_by_temperature`, which contains the greedy rows; written; only with ``fp64``.
 
     Returns:
-        the best of each block of tokens in a form of `how_drafted`: keys [n, m], or with ``fp64`` scores and tokens
-        [n, 2, m].  The kernel that the token goes to takes the best of them.
+        the best of each block of tokens in a form of `how_drafted`: keys [n, m], or with ``fp64`` score orders and
+        tokens [n, 2, m].  The kernel that uses the token takes the best of them.
     """
     assert offsets is None or draft_logits is None
     assert best is None or fp64
@@ -197,10 +197,10 @@ def sample_with_target_noise(
     draft_step: torch.Tensor,
     best: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`sample_with_logits` for vLLM 0.20, which keeps no logits: drafts drawn with the target's own random numbers.
+    """`sample_with_logits` for vLLM 0.20, which stores no logits: drafts use the target's own random numbers.
 
-    Strict rejection accepts a draft that is the token which the target samples, so it is best to guess with the noise
-    that the target will use, and no bias to: the output is the target's sample either way.
+    Strict rejection accepts a draft that equals the token sampled by the target, so a draft is best drawn with the
+    noise that the target will use.  This adds no bias: the output is the target's sample either way.
     """
     return sample_with_logits(
         logits,
@@ -227,7 +227,7 @@ def sample_with_logits_reference(
     *,
     after_temperature: bool,
 ) -> torch.Tensor:
-    """What `sample_with_logits` stores, in plain torch; returns [n, V] probabilities that it must sample from."""
+    """Store what `sample_with_logits` stores, in plain torch; returns the probabilities [n, V] to sample from."""
     probabilities = torch.zeros(logits.shape, dtype=torch.float64)
     for row, state in enumerate(idx_mapping.tolist()):
         raw = logits[row].float()

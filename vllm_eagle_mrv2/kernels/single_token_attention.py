@@ -1,4 +1,4 @@
-"""Attention of one token a request over a paged KV cache."""
+"""Attention of one query token per request over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vllm_eagle_mrv2.kernels.device import multiprocessors, stages
 from vllm_eagle_mrv2.kernels.launching import launch
 
 _LEAST_SPLIT = 256  # tokens, a multiple of every tile; a second program for less costs more than it saves
-_PROGRAMS = 2  # of a multiprocessor
-_LEAST_ROWS = 16  # of a matrix instruction
-_LANES = 32  # requests whose lengths are read at a time
+_PROGRAMS = 2  # per multiprocessor
+_LEAST_ROWS = 16  # minimum of a matrix instruction
+_LANES = 32  # number of request lengths read at a time
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Tokens read at a time, stages and warps: measured on an H200 for heads of 64 and of 128."""
+    """Return tokens read at a time, stages and warps; measured on an H200 for heads of 64 and 128."""
     if width <= 64:
         return 256, 2, 8
     return (128, 3, 4) if width <= 128 else (64, 2, 4)
@@ -24,7 +24,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _lengths(seq_lens_ptr, first, num_reqs, LANES: tl.constexpr):
-    """Lengths of the next requests; behind the last, requests of one token."""
+    """Load the lengths of the next requests; lanes after the last request get length 1."""
     request = first + tl.arange(0, LANES)
     return tl.load(seq_lens_ptr + request, mask=request < num_reqs, other=1)
 
@@ -33,7 +33,7 @@ def _lengths(seq_lens_ptr, first, num_reqs, LANES: tl.constexpr):
 def _limit(
     seq_lens_ptr, num_reqs, SPREAD: tl.constexpr, LEAST_SPLIT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
 ):
-    """About how many tokens a split gets: an even part of the batch's, if that is worth a program."""
+    """Return about how many tokens a split gets: an even share of the batch, but at least `LEAST_SPLIT`."""
     if num_reqs == 1:
         total = tl.load(seq_lens_ptr)
     else:
@@ -46,7 +46,7 @@ def _limit(
 
 @triton.jit
 def _share(length, limit, TILE: tl.constexpr):
-    """Tokens in each split of a request: about the same in all, and no second one for less than half a limit."""
+    """Return the tokens in each split of a request: about equal shares, none added for less than half a limit."""
     length = tl.maximum(length, 1)
     splits = tl.maximum((length + limit // 2) // limit, 1)
     return tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
@@ -54,14 +54,14 @@ def _share(length, limit, TILE: tl.constexpr):
 
 @triton.jit
 def _further(length, limit, TILE: tl.constexpr):
-    """How many splits a request has beside its first."""
+    """Return how many splits a request has in addition to its first."""
     length = tl.maximum(length, 1)
     return tl.cdiv(length, _share(length, limit, TILE)) - 1
 
 
 @triton.jit
 def _further_before(seq_lens_ptr, request, limit, TILE: tl.constexpr, LANES: tl.constexpr):
-    """How many splits the requests before this one have beside their first."""
+    """Return how many splits the requests before this one have in addition to their first."""
     count = tl.zeros([LANES], tl.int32)
     for first in range(0, request, LANES):
         count += _further(_lengths(seq_lens_ptr, first, request, LANES), limit, TILE)
@@ -70,7 +70,7 @@ def _further_before(seq_lens_ptr, request, limit, TILE: tl.constexpr, LANES: tl.
 
 @triton.jit
 def _request_of(further, seq_lens_ptr, num_reqs, limit, TILE: tl.constexpr, LANES: tl.constexpr):
-    """Whose split it is, by its number among those that are not the first; `num_reqs` if nobody's among several."""
+    """Return the request of a further split, by the split's number; `num_reqs` if none of several has it."""
     request, seen = 0, 0
     if num_reqs > 1:
         for first in range(0, num_reqs, LANES):
@@ -82,12 +82,12 @@ def _request_of(further, seq_lens_ptr, num_reqs, limit, TILE: tl.constexpr, LANE
 
 @triton.jit
 def _rotated(values, partners, cos, sin, column, WIDTH: tl.constexpr):
-    """Values turned by RoPE, each with the one half a head from it (NeoX's order)."""
+    """Apply RoPE to values; ``partners`` are the values half a head away (NeoX order)."""
     turned = values.to(tl.float32) * cos + tl.where(column < WIDTH // 2, -sin, sin) * partners.to(tl.float32)
     return turned.to(values.dtype)
 
 
-# Batch sizes vary: a variant per value would be compiled in the middle of serving.
+# Batch sizes vary: specialized variants would be compiled during serving.
 @triton.jit(do_not_specialize=["table_stride", "num_reqs"])
 def _single_token_attention_kernel(
     query_ptr,
@@ -128,7 +128,7 @@ def _single_token_attention_kernel(
     INDEXED: tl.constexpr,
 ):
     head = tl.program_id(0)
-    # A first split for each request, then SPREAD - 1 further ones for whoever is worth more.
+    # A first split for each request, then SPREAD - 1 further splits for requests that are long enough.
     request = tl.program_id(1)
     further = request - num_reqs
     limit = LEAST_SPLIT
@@ -140,7 +140,7 @@ def _single_token_attention_kernel(
     token = request.to(tl.int64)
     length = tl.load(seq_lens_ptr + request)
     if INDEXED:
-        # Of the lone request's tokens one, which need not be the last.
+        # One token of the only request, not necessarily the last.
         token = tl.load(index_ptr)
         length = tl.load(positions_ptr + token).to(tl.int32) + 1
     row = tl.arange(0, ROWS)
@@ -148,7 +148,7 @@ def _single_token_attention_kernel(
     mine = row < GROUP
     out = out_ptr + token * out_stride + (head * GROUP + row[:, None]) * WIDTH + column[None, :]
     if length == 0:
-        # Padding: nobody reads it, but a layer that mixes rows must not meet what lies there.
+        # Padding is not read, but a layer that mixes rows must not see stale values.
         tl.store(out, tl.zeros([ROWS, WIDTH], out_ptr.dtype.element_ty), mask=mine[:, None])
         return
     before = 0
@@ -160,7 +160,7 @@ def _single_token_attention_kernel(
     share = _share(length, limit, TILE)
     splits = tl.cdiv(length, share)
     if split >= splits:
-        return  # nobody's, where a lone request was not searched for
+        return  # no request has this split; a single request skips the search above
     queries = query_ptr + token * query_stride + (head * GROUP + row[:, None]) * WIDTH
     query = tl.load(queries + column[None, :], mask=mine[:, None], other=0.0)
     if ROTATES:
@@ -175,8 +175,8 @@ def _single_token_attention_kernel(
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
     end = tl.minimum((split + 1) * share, length)
     if WRITES:
-        # The token's own key and value join behind the loop: nothing orders reads of the cache after their write, and
-        # the loop's reads do not wait for them.
+        # The token's own key and value are added after the loop: cache reads are not ordered after their write, and
+        # the loop's reads need not wait for them.
         end = tl.minimum(end, length - 1)
         last = split == splits - 1
         slot = tl.load(slots_ptr + request, mask=last, other=-1)  # -1 in the rows of a dummy run
@@ -214,7 +214,7 @@ def _single_token_attention_kernel(
     if splits == 1:
         tl.store(out, (summed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine[:, None])
         return
-    # The last to arrive puts the splits together: further ones lie in their order, the first behind all of those.
+    # The last program to arrive combines the splits: further splits are stored in order, first splits after all those.
     parts = partial_ptr + head * (ROWS * (WIDTH + 2)) + row * (WIDTH + 2)
     stride = tl.num_programs(0) * (ROWS * (WIDTH + 2))
     part = parts + tl.where(split == 0, SPREAD + before, before + split - 1) * stride
@@ -242,17 +242,19 @@ def _single_token_attention_kernel(
 
 
 class SingleTokenAttention:
-    """Attention with the scratch memory that its splits meet in.
+    """Attention kernel with the scratch memory in which splits are combined.
 
-    Requests are split by their lengths on the device, so that programs go where the batch's tokens are; FlashAttention
-    has a kernel before for that, and one behind.  The last of a request's splits puts its results together.
+    Requests are split by their lengths on the device, so programs are assigned to where the batch's tokens are.
+    FlashAttention launches one kernel before attention to schedule the splits and one after it to combine them.  Here
+    the last of a request's splits combines the results.
 
     Args:
-        num_heads: of the queries.
-        num_kv_heads: of keys and values.
-        width: of a head, a power of two of at least 16.
-        device: of everything.
-        scratch: where the scratch memory lies, if not there (nowhere, for what only `compiles_alone`).
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        width: size of a head, a power of two of at least 16.
+        device: device of all tensors.
+        scratch: device of the scratch memory, if another (meta, for kernels that are only compiled; see
+            `compiles_alone`).
     """
 
     def __init__(
@@ -268,7 +270,7 @@ class SingleTokenAttention:
         self.rows = max(_LEAST_ROWS, triton.next_power_of_2(self.group))
         self._tile, wanted, self._warps = _tile(width)
         self._stages = stages(wanted, 2 * self._tile * width * 2, device)  # keys and values in 16 bit
-        # All splits beside the first ones are fewer than this, and so are the requests that have any.
+        # The number of further splits, and of requests that have any, is below this.
         self._spread = max(1, _PROGRAMS * multiprocessors(device) // num_kv_heads)
         scratch = scratch or device
         self._partial = torch.empty(2 * self._spread * num_kv_heads * self.rows * (width + 2), device=scratch)
@@ -290,24 +292,24 @@ class SingleTokenAttention:
         cos_sin: torch.Tensor | None = None,
         index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; the token's own key and value are in the cache, or are written there.
+        """Compute attention; the token's own key and value are in the cache or are written to it.
 
         Args:
-            query: [n, heads, D], tokens may lie apart.
+            query: [n, heads, D]; tokens need not be contiguous.
             key_cache: [blocks, block size, kv_heads, D] of the same dtype, D contiguous.
-            value_cache: likewise, with the same strides.
+            value_cache: as ``key_cache``, with the same strides.
             block_table: [n, m] int32.
             seq_lens: [n] int32, the token included; 0 is padding, which gets zeros.
-            scale: of the products of queries and keys.
+            scale: factor of the products of queries and keys.
             out: [n, heads, D], written.
-            key: [n, kv_heads, D] of the cache's dtype, the tokens' own, each contiguous; None where the cache has them.
-            value: likewise.
-            slots: [n] int64, where in the cache they belong; those at -1 are not written.
-            positions: [n] int64, where RoPE is yet to turn the queries and the keys given here.
-            cos_sin: [max_model_len, D] contiguous, for each position D/2 cosines and then the sines, as in vLLM's
-                ``RotaryEmbedding`` of NeoX's order; given with positions.
-            index: [1] int64, given with positions, and without a key: all n tokens are of one request, and this is the
-                only one that attends, to those up to its position.  Its output alone is written.
+            key: [n, kv_heads, D] of the cache's dtype, the tokens' own, each contiguous; None if the cache has them.
+            value: as ``key``.
+            slots: [n] int64, the cache slots to write; -1 is not written.
+            positions: [n] int64, given if RoPE must still be applied to the queries and to ``key``.
+            cos_sin: [max_model_len, D] contiguous, for each position D/2 cosines and then D/2 sines, as in vLLM's
+                ``RotaryEmbedding`` in NeoX order; given with positions.
+            index: [1] int64, given with positions and without a key: all n tokens belong to one request, and only this
+                one attends, to the tokens up to its position.  Only its output is written.
         """
         num_reqs = query.shape[0] if index is None else 1
         launch(_single_token_attention_kernel, (self.num_kv_heads, num_reqs + self._spread - 1))(
@@ -373,7 +375,7 @@ def single_token_attention_reference(
 
 
 def rotated_reference(heads: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Queries or keys [n, heads, D] as RoPE turns them, in plain torch."""
+    """Apply RoPE to queries or keys [n, heads, D], in plain torch."""
     cos, sin = cos_sin[positions].float().chunk(2, dim=-1)
     first, second = heads.float().chunk(2, dim=-1)
     turned = (first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None])

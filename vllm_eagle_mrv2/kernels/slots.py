@@ -1,4 +1,4 @@
-"""Where draft decodes put their keys and values, looked up by the kernel that makes their positions."""
+"""Slots of draft decodes' keys and values, looked up by the kernel that computes their positions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_eagle_mrv2.batch.buffers import DraftBuffers, SlotTable
 
 @triton.jit
 def slot_of(blocks_ptr, blocks_stride, request, position, block_size, known):
-    """The slot of a request's token at a position; its block is looked up where both are `known`."""
+    """Return the slot of a request's token at a position; the block is looked up only where `known`."""
     block = tl.load(blocks_ptr + request * blocks_stride + position // block_size, mask=known, other=0)
     return block.to(tl.int64) * block_size + position % block_size
 
 
 def slot_arguments(slot_table: SlotTable | None) -> dict[str, Any]:
-    """What a kernel that may write slots is given for them."""
+    """Return the slot arguments of a kernel that may write slots."""
     if slot_table is None:
         return {"blocks_ptr": None, "blocks_stride": 0, "slots_ptr": None, "block_size": 1, "SLOTS": False}
     return {

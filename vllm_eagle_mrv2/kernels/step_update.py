@@ -1,4 +1,4 @@
-"""The update between two draft decode steps, in one launch that a graph can hold."""
+"""The update between two draft decode steps, in one launch that a graph can contain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_argument
 _MAX_BLOCK = 4096
 
 
-# K varies where it is dynamic: a variant per value would be compiled in the middle of serving.
+# K varies where it is dynamic: specialized variants would be compiled during serving.
 @triton.jit(do_not_specialize=["num_draft_tokens", "max_model_len", "blocks_stride", "block_size"])
 def _step_update_kernel(
     drafted_ptr,
@@ -45,8 +45,8 @@ def _step_update_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # All loads first, that they may be under way together: the kernel is little but their latency.
-    # A counter for each row: one for all could not be advanced while other programs read it.
+    # All loads are issued first, so that they overlap: the kernel is bound by their latency.
+    # Each row has its own step counter: a shared one could not be advanced while other programs read it.
     step = tl.load(draft_step_ptr + row)
     sample_position = tl.load(sample_positions_ptr + row)
     position = tl.load(positions_ptr + row)
@@ -62,7 +62,7 @@ def _step_update_kernel(
     follows = step < num_draft_tokens - 1
     position = tl.minimum(position + 1, max_model_len - 1)
     if SLOTS:
-        # The rows of a dummy run may have tokens, but name no request.
+        # The rows of a dummy run may have tokens, but map to no request.
         looked_up = follows & has_token & (request >= 0)
         slot = slot_of(blocks_ptr, blocks_stride, request, position, block_size, looked_up)
         tl.store(slots_ptr + row, slot, mask=looked_up)
@@ -71,7 +71,7 @@ def _step_update_kernel(
     tl.store(input_ids_ptr + row, token.to(tl.int32), mask=follows)
     tl.store(sample_positions_ptr + row, sample_position + 1, mask=follows)
     tl.store(positions_ptr + row, position, mask=follows)
-    # A padded row stays at length 0: attention must not look at its blocks.
+    # A padded row stays at length 0: attention must not read its blocks.
     longer = tl.where(seq_len == 0, 0, tl.minimum(seq_len + 1, max_model_len))
     tl.store(seq_lens_ptr + row, longer, mask=follows)
     out = hidden_states_ptr + row * hidden_states_stride
@@ -91,18 +91,19 @@ def update_after_step(
     max_model_len: int,
     slot_table: SlotTable | None = None,
 ) -> None:
-    """Record the tokens of draft step ``draft_step``, make the inputs of the next one, and advance the step.
+    """Record the tokens of draft step ``draft_step``, prepare the inputs of the next step, and advance the step.
 
-    ``draft_step`` is data on the device, so that one captured graph serves every step.
+    ``draft_step`` is data on the device, so one captured graph serves every step.
 
     Args:
         buffers: the draft's buffers, read and written.
-        drafted: tokens of this step for num_reqs rows, in a form of `how_drafted`.
+        drafted: drafts of this step for num_reqs rows, in a form of `how_drafted`.
         feedback: [>= num_reqs, hidden_size], hidden states that the next step starts from.
-        num_reqs: rows to update; in a graph, padded ones included.
+        num_reqs: number of rows to update; in a graph, including padded rows.
         num_draft_tokens: K of this batch; the last step only records its tokens.
         max_model_len: positions and lengths are clamped to it.
-        slot_table: also write the slots of the next step's keys and values, for rows that have a token of a request.
+        slot_table: if given, the slots of the next step's keys and values are written too, for rows that have a token
+            of a request.
     """
     hidden_size = feedback.shape[1]
     launch(_step_update_kernel, (num_reqs,))(
