@@ -1,7 +1,7 @@
 """What vLLM 0.28 to 0.31 share, beyond `FusedAdapter`.
 
-Metadata may need the host before a graph of all draft decodes is replayed, and the number of draft tokens does not
-follow the scheduler's by itself.
+The CPU may have to build metadata before a graph of all draft decodes is replayed, and the stock speculators do not
+follow the scheduler's number of draft tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _REFRESH_IS_COMPLETE = {
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder",
     f"{_BACKENDS}.mla.triton_mla.TritonMLAMetadataBuilder",
 }
-"""Builders whose refresh on the device leaves nothing to a build by the host, as 0.32 asks of every refresh."""
+"""Builders that need no build on the CPU after a refresh on the device, as 0.32 requires of every refresh."""
 
 _BUILDS_BY_DESCRIPTOR = hasattr(DraftModelSpeculator, "_build_uniform_attn_metadata")  # from 0.30 on
 _KNOWS_DECODE_DP_SYNC = hasattr(DraftModelSpeculator, "_build_uniform_batch_dp_sync")  # from 0.30 on
 _SLOTS_FOR_IDLE_ROWS = installed_version() < Version("0.31")
-"""Whether slots are computed for rows that name no request, from memory that is no block table."""
+"""Whether slots are computed for rows that map to no request, from memory outside the block table."""
 
 
 def refresh_is_complete(attn_groups: Any) -> bool:
-    """Whether every builder's refresh does without a build by the host before a replay."""
+    """Whether no builder needs a build on the CPU before a replay."""
     builders = [group.get_metadata_builder() for group in chain.from_iterable(attn_groups)]
     return all(
         class_path(type(builder)) in _REFRESH_IS_COMPLETE and getattr(builder, "rswa_window", None) is None
@@ -45,7 +45,7 @@ def refresh_is_complete(attn_groups: Any) -> bool:
 
 
 class AutoRegressiveAdapter(FollowsSchedule, FusedAdapter):
-    """The adapter of the releases whose speculators are ``AutoRegressiveSpeculator``s."""
+    """Adapter of the releases with speculators based on ``AutoRegressiveSpeculator``."""
 
     use_fused_multi_step_decode: bool
 
@@ -70,7 +70,7 @@ class AutoRegressiveAdapter(FollowsSchedule, FusedAdapter):
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
         if batch.dummy_run and _SLOTS_FOR_IDLE_ROWS:
-            # Rows without tokens get no slots, here and in a graph.
+            # Rows without tokens get no slots, eagerly and in a graph.
             self.loop.buffers.query_start_loc.zero_()
         return super().dispatch_decode(batch)
 

@@ -1,7 +1,7 @@
 """What the speculators of all releases share: the draft loop joined to a stock speculator.
 
-`StockAdapter` is mixed in before a stock speculator class.  It imports nothing of vLLM's private modules; what it
-touches are attributes of the stock class, and those stand in the releases' lists of needed symbols.
+`StockAdapter` is mixed in before a stock speculator class.  It imports none of vLLM's private modules; it uses
+attributes of the stock class, which are in the releases' lists of needed symbols.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from vllm_eagle_mrv2.telemetry.start_line import Facts
 
 
 class StockAdapter(DraftGraphs):
-    """The `ReleaseAdapter` of a stock speculator, as far as the releases agree."""
+    """The part of the `ReleaseAdapter` of a stock speculator that all releases share."""
 
     release: Release
     sample_offset: int
-    """What the release's sampler takes as position: the last token's (0), or the one after it (1)."""
+    """Which position the release's sampler takes: the last token's (0) or the one after it (1)."""
     greedy_is_argmax = True
-    """Whether the release's drafts are an argmax, where no logits are kept."""
+    """Whether the release drafts by argmax where no logits are stored."""
     slot_table: SlotTable | None = None
-    saved_buffers: Mapping[str, torch.Tensor] = {}  # of the draft, while the engine sleeps
+    saved_buffers: Mapping[str, torch.Tensor] = {}  # the draft's, while the engine sleeps
     _draft_logits: DraftLogits | None = None
     _trimmed: TrimmedHead | None = None
-    _attends_by_ours = False  # in draft decodes, every attention layer of the draft
-    _one_row_is_enough = False  # for a draft prefill of one request
-    _skips_unused = False  # drafts that no request of a batch can use
+    _attends_by_ours = False  # every attention layer of the draft uses SingleTokenAttention in draft decodes
+    _one_row_is_enough = False  # a draft prefill of one request computes only the row that is read
+    _skips_unused = False  # no drafting where no request of the batch can use drafts
     _products = linear.Installed()
     _announced = False
 
@@ -60,8 +60,8 @@ class StockAdapter(DraftGraphs):
     model_state: Any
     kv_cache_config: Any
     block_tables: Any
-    req_states: Any = None  # of the runner
-    sampling_states: Any = None  # of the target's sampler
+    req_states: Any = None  # the model runner's
+    sampling_states: Any = None  # the target sampler's
     temperature: torch.Tensor
     seeds: torch.Tensor
     draft_logits: torch.Tensor | None
@@ -83,14 +83,14 @@ class StockAdapter(DraftGraphs):
         self.settings = settings
         self.options = settings.options
         if not linear.named_in_caches(vllm_config):
-            self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # a warning tells so
+            self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # reported by a warning
         super().__init__(vllm_config, device)
         stock: Any = self
         self.filters_drafts = self.draft_logits is not None and self.options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
-        # Ranks that draft different numbers would wait for each other in the draft's collectives.
+        # Ranks with different numbers of draft tokens would wait for each other in the draft's collectives.
         self._skips_unused = self.dp_size == 1 and self.options.enabled(Behaviour.SKIP_UNUSED_DRAFTS)
         draft_step = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
-        self.current_draft_step = draft_step[0]  # as the release's sampler wants it
+        self.current_draft_step = draft_step[0]  # a scalar, as the release's sampler expects
         self.loop = loop_class(self.options)(
             cast(ReleaseAdapter, self),  # a release's subclass completes it
             DraftConfig(
@@ -123,7 +123,7 @@ class StockAdapter(DraftGraphs):
             self.loop.counter = DraftCounter.of_rank(self.vllm_config.parallel_config.data_parallel_index)
 
     def load_model(self, target_model: Any) -> None:
-        """Load the draft; its products become ours, and its head is trimmed where ``draft_vocab`` asks for it."""
+        """Load the draft, replace its attention and linear kernels, and trim its head if ``draft_vocab`` is set."""
         with draft_loading.repaired(self, target_model):
             super().load_model(target_model)  # type: ignore[misc]
         local = self.greedy_is_argmax and self.options.enabled(Behaviour.LOCAL_ARGMAX)
@@ -132,7 +132,7 @@ class StockAdapter(DraftGraphs):
         greedy = self.draft_logits is None and self.options.enabled(Behaviour.TWO_STAGE_ARGMAX)
         if self.options.enabled(Behaviour.SINGLE_TOKEN_ATTENTION):
             block_size = self.vllm_config.cache_config.block_size or 16
-            # A rank that runs a part of the tokens does so at positions of its own.
+            # A rank that runs part of the tokens has its own positions.
             positions = None if self._prefills_in_parts else self.loop.buffers.positions
             self._attends_by_ours = attention.install(
                 self.model, target_model, block_size, positions, self.max_model_len
@@ -151,27 +151,27 @@ class StockAdapter(DraftGraphs):
             self._trimmed = TrimmedHead.of(self.model, self._draft_logits, self.settings.kept_tokens, self.device)
 
     def _drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
-        """What launches the drafting out of a head [N, H] that keeps no logits, to have it compiled."""
+        """Return a call that launches drafting from a head [N, H] without stored logits, for compiling ahead."""
         return functools.partial(compile_ahead.argmax, head, offsets)
 
     def _draft_few_rows(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> object:
-        """What few rows' drafts, of which no logits are kept, take of the head's weights."""
+        """Fused head kernel for at most 32 rows, where no logits are stored."""
         return few_rows_keys(hidden_states, weight)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Make the draft's metadata builders; vLLM may call this again."""
+        """Create the draft's metadata builders; vLLM may call this more than once."""
         self._take_limit()
         super().set_attn(*args, **kwargs)
         if self._attends_by_ours:
             for builder in self._builders():
                 if hasattr(builder, "aot_schedule"):
-                    builder.aot_schedule = False  # nobody would read the schedule
+                    builder.aot_schedule = False  # the schedule would not be read
         self.slot_table = _slot_table(self.block_tables)
         if self.filters_drafts:
             self._filter_draft_logits()
 
     def _take_limit(self) -> None:
-        """Take vLLM's limit, which may have been fitted to the memory since the speculator was made (#57034)."""
+        """Read vLLM's ``max_model_len``, which may have been fitted to the memory since ``__init__`` (#57034)."""
         limit = self.vllm_config.model_config.max_model_len
         if "max_model_len" in vars(self):  # a property from 0.33 on
             self.max_model_len = limit
@@ -181,24 +181,24 @@ class StockAdapter(DraftGraphs):
         return [group.get_metadata_builder(0) for group in chain.from_iterable(self.attn_groups)]
 
     def _decodes_without_builders(self) -> bool:
-        """Whether every layer of the draft attends by our kernel, over the blocks that the tables name."""
+        """Whether every layer of the draft uses `SingleTokenAttention` over the blocks in the block tables."""
         return (
             self._attends_by_ours
             and self.block_tables.cp_size == 1
             and not self._prefills_in_parts
-            # From 0.32 on a backend may have smaller blocks than the tables name.
+            # From 0.32 on a backend may have smaller blocks than the block tables.
             and not any(getattr(group, "kernel_block_size", None) for group in chain.from_iterable(self.attn_groups))
-            # Kernels that need no plan are FlashInfer's choice on newer GPUs, and stay.
+            # On newer GPUs FlashInfer chooses kernels that need no plan; they are kept.
             and not any(getattr(builder, "use_trtllm_decode_attention", False) for builder in self._builders())
         )
 
     @property
     def _prefills_in_parts(self) -> bool:
-        """Whether ranks share a prefill's tokens out among them."""
+        """Whether ranks split a prefill's tokens (prefill context parallelism)."""
         return bool(getattr(self.vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1)
 
     def decode_metadata(self, num_reqs: int) -> dict[str, DecodeMetadata]:
-        """Attention metadata of draft decodes, by layer; lengths and blocks are those that the buffers will hold."""
+        """Return attention metadata of draft decodes by layer; lengths and blocks are views of the buffers."""
         seq_lens = self.loop.buffers.seq_lens[:num_reqs]
         return {
             layer: DecodeMetadata(num_reqs, seq_lens, table[:num_reqs])
@@ -208,7 +208,7 @@ class StockAdapter(DraftGraphs):
         }
 
     def renew_copied_weights(self) -> None:
-        """Called when weights were replaced in place."""
+        """Copy the trimmed head again; called after weights were replaced in place."""
         if self._trimmed is not None:
             self._trimmed.renew()
 
@@ -233,17 +233,17 @@ class StockAdapter(DraftGraphs):
         dp_sync: Any = None,
         num_draft_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Draft for a batch of the runner's, given what a release's ``propose`` is given; [num_reqs, K] int64."""
+        """Draft for the model runner's batch with the arguments of ``propose``; returns [num_reqs, K] int64."""
         if num_draft_tokens is None:
             num_draft_tokens = self.num_speculative_steps
         if (
             self._skips_unused
             and not dummy_run
-            and not input_batch.num_draft_tokens  # verified: neither a prefill chunk nor a first token has any
+            and not input_batch.num_draft_tokens  # none to verify, as for prefill chunks and first tokens
             and drafts_unused(input_batch, self.req_states)
         ):
             num_draft_tokens = 0
-        # Profiling comes before there are sampling states.
+        # In the profile run there are no sampling states yet.
         filters = self.sampling_states if self.filters_drafts else None
         return self.loop.propose(
             DraftBatch(
@@ -278,7 +278,7 @@ class StockAdapter(DraftGraphs):
         )
 
     def announce(self) -> None:
-        """Log what is active and what is slower than it could be, once an engine."""
+        """Log what is active and what is slower than it could be, once per engine."""
         if self._announced or not self._leads or self.vllm_config.parallel_config.data_parallel_rank_local:
             return
         self._announced = True
@@ -293,12 +293,12 @@ class StockAdapter(DraftGraphs):
 
     @property
     def _leads(self) -> bool:
-        """Whether this is the first of the ranks that draft the same."""
+        """Whether this is the first of the ranks that draft for the same batch."""
         parallel = self.vllm_config.parallel_config
         prefill_ranks = getattr(parallel, "prefill_context_parallel_size", 1)
         return bool(parallel.rank % (parallel.tensor_parallel_size * prefill_ranks) == 0)
 
-    # ReleaseAdapter, where all releases agree
+    # ReleaseAdapter methods that all releases share
 
     def decodes_fused(self, run: GraphRun) -> bool:
         return self.refreshes_in_graph
@@ -314,13 +314,13 @@ class StockAdapter(DraftGraphs):
         return batch.num_tokens, batch.num_tokens_padded
 
     def begin_decode(self, batch: DraftBatch) -> None:
-        """Nothing to do."""
+        """Do nothing by default."""
 
     def before_forward(self, num_tokens: int) -> None:
         self._prepare_eplb_forward(num_tokens)
 
     def while_prefilling(self, num_reqs: int, mode: Any) -> AbstractContextManager[None]:
-        # A PIECEWISE graph is one of so many tokens, whosever they are.
+        # A PIECEWISE graph serves a number of tokens, of however many requests.
         if num_reqs != 1 or mode.name == "PIECEWISE" or not self._one_row_is_enough:
             return nullcontext()
         return only_row(self.loop.buffers.last_token_indices[:1])
@@ -353,14 +353,14 @@ class StockAdapter(DraftGraphs):
 
     @functools.cached_property
     def _head(self) -> DraftHead | None:
-        """What drafts out of the head's own rows; None where something else reads the logits too."""
+        """The `DraftHead` that drafts from the head's own rows; None where something else reads the logits too."""
         estimator = getattr(self, "acceptance_estimator", None)  # of adaptive verification, from 0.30 on
         if estimator is not None or not self.options.enabled(Behaviour.TWO_STAGE_ARGMAX):
             return None
         return DraftHead(self.model, self._draft_logits, self._trimmed)
 
     def _filter_draft_logits(self) -> None:
-        """Let the draft's logits pass the requests' top-k and top-p, whichever sampler takes them."""
+        """Apply the requests' top-k and top-p to the draft's logits, whichever sampler reads them."""
         draft: Any = self.model
         if "compute_logits" in vars(draft):
             return
@@ -381,7 +381,7 @@ class StockAdapter(DraftGraphs):
         self.decode_cudagraph_manager.run_fullgraph(run.descriptor)
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
-        """Nothing to do."""
+        """Do nothing by default."""
 
     def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
         raise NotImplementedError("this release has no refresh that a graph can hold")
@@ -399,32 +399,32 @@ class StockAdapter(DraftGraphs):
             attn_metadata = self.build_by_builders(batch, run, step, slot_mappings)
         return attn_metadata, self.slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
 
-    # What a release does for them
+    # Supplied by each release
 
     @property
     def builders_refresh(self) -> bool:
-        """Whether every builder of the draft can bring its decode metadata up to date on the device."""
+        """Whether every builder of the draft can refresh its decode metadata on the device."""
         raise NotImplementedError
 
     slot_mappings_by_layer: Callable[[torch.Tensor, Any], dict[str, torch.Tensor]]
 
     def decode_slot_mappings(self, batch: DraftBatch, num_tokens: int) -> torch.Tensor:
-        """[groups, num_tokens] slots of the positions in the buffers."""
+        """Return [groups, num_tokens] slots for the positions in the buffers."""
         raise NotImplementedError
 
     def build_by_builders(self, batch: DraftBatch, run: GraphRun, step: int, slot_mappings: torch.Tensor) -> Any:
-        """Attention metadata of a draft decode, through the draft's own builders."""
+        """Build attention metadata of a draft decode with the draft's own builders."""
         raise NotImplementedError
 
     def refresh_by_builders(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
-        """The builders' metadata, brought up to date by device work alone."""
+        """Refresh the builders' metadata with device work only; returns the metadata to use."""
         raise NotImplementedError("this release has no refresh that a graph can hold")
 
 
 def _slot_table(tables: Any) -> SlotTable | None:
-    """That of vLLM's ``BlockTables``, where a draft's slots are a matter of one table."""
+    """Return the slot table from vLLM's ``BlockTables``; None unless one table determines the slots."""
     if tables.num_kv_cache_groups != 1 or tables.cp_size != 1:
         return None
-    # Off the device, as the releases name the size of a block by different attributes.
+    # Read from the device tensor, because the releases name the block size attribute differently.
     block_size = int(tables.block_sizes_tensor[0])
     return SlotTable(tables.block_tables[0].gpu, tables.slot_mappings[0], block_size)

@@ -1,4 +1,4 @@
-"""How a draft phase runs on a release, by attention backend: what is known before there is an engine."""
+"""How a draft phase runs on a release, by attention backend, as far as known before an engine starts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ BY_STEPS = "by steps"
 EAGER = "eager"
 
 _LLAMA_LAYERS = ("llama", "llama_eagle", "llama_eagle3")
-"""Modules of drafts whose layers attend through vLLM's LlamaAttention."""
+"""Modules of drafts with layers that use vLLM's LlamaAttention."""
 
 
 class DraftPath(NamedTuple):
-    """What becomes of the draft phase where the draft's layers attend by these backends."""
+    """How the draft phase runs if the draft's layers use these attention backends."""
 
     backends: str
     path: str
 
 
 def draft_paths(draft_model_config: Any, version: Version) -> list[DraftPath]:
-    """The paths of a draft on a GPU, with graphs as vLLM captures them by default, on one data-parallel rank.
+    """Return a draft's paths on a GPU, with vLLM's default CUDA graphs and one data-parallel rank.
 
     Args:
         draft_model_config: vLLM's ``ModelConfig`` of the draft.
-        version: the release.
+        version: the vLLM version.
     """
     if draft_model_config.use_mla:
         refreshing = []
@@ -46,7 +46,7 @@ def draft_paths(draft_model_config: Any, version: Version) -> list[DraftPath]:
 
 
 def attends_by_ours(draft_model_config: Any) -> bool:
-    """Whether the layers of a draft are those for which there are kernels of ours."""
+    """Whether this package has an attention kernel for the layers of a draft."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     models = [ModelRegistry.models.get(name) for name in draft_model_config.architectures]

@@ -1,7 +1,7 @@
 """What vLLM 0.28 to 0.33 share: one graph for all draft decodes, where backends refresh their metadata on the device.
 
-The speculators subclass the release's own, which keep what is not drafting: expert load balancing, prefill context
-parallelism, watermarks, adaptive verification, the sharing of top-k indices by MTP heads.
+The speculators subclass the stock ones, which keep everything but drafting: expert load balancing, prefill context
+parallelism, watermarks, adaptive verification, and the sharing of top-k indices by MTP heads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from vllm_eagle_mrv2.releases.common import StockAdapter
 from vllm_eagle_mrv2.releases.draft_lengths import lengths_by_batch_size
 
 _DECODE_FLAG = "has_prefill" if installed_version() < Version("0.31") else "decode_graph_eligible"
-"""The field of a batch that tells a decode from a prefill."""
+"""The field of a batch that distinguishes decodes from prefills."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftBatchDescriptor(BatchExecutionDescriptor):
-    """A graph of all draft decodes, for one of several numbers of draft tokens."""
+    """Descriptor of a graph of all draft decodes for one of several numbers of draft tokens."""
 
     num_draft_tokens: int = 0
 
@@ -42,13 +42,13 @@ class PrefillEagleCudaGraphManager(PrefillCapture, CudaGraphManager):
 
 
 class DecodeEagleCudaGraphManager(DecodeCapture, CudaGraphManager):
-    """Graphs of the draft decodes, in the target's memory pool; one for each K where K is dynamic."""
+    """Graphs of the draft decodes, in the target's memory pool; one per K where K is dynamic."""
 
     graphs: dict[Any, Any]
     _capture_descs: dict[CUDAGraphMode, list[Any]]
 
     def specialize(self, draft_lengths: list[int]) -> None:
-        """Capture every descriptor once for each of these numbers of draft tokens; graphs may be captured again."""
+        """Capture every descriptor once per number of draft tokens; may be called again before another capture."""
         self._capture_descs = {
             mode: [
                 DraftBatchDescriptor(**vars(descriptor), num_draft_tokens=length)
@@ -61,7 +61,7 @@ class DecodeEagleCudaGraphManager(DecodeCapture, CudaGraphManager):
         }
 
     def for_draft_length(self, descriptor: Any, num_draft_tokens: int) -> Any:
-        """The descriptor of a captured graph that drafts this many; without one, of the same batch run eagerly."""
+        """Return the descriptor of a captured graph with this many draft tokens, else one that runs eagerly."""
         if descriptor.cg_mode != CUDAGraphMode.FULL or descriptor in self.graphs:
             return descriptor
         specialized = DraftBatchDescriptor(**vars(descriptor), num_draft_tokens=num_draft_tokens)
@@ -71,7 +71,7 @@ class DecodeEagleCudaGraphManager(DecodeCapture, CudaGraphManager):
 
 
 class FusedAdapter(StockAdapter):
-    """The adapter of the releases whose backends may have a refresh of decode metadata that a graph can hold."""
+    """Adapter of the releases with backends that may refresh decode metadata inside a graph."""
 
     sample_offset = 1
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
@@ -79,10 +79,10 @@ class FusedAdapter(StockAdapter):
     decode_manager_class = DecodeEagleCudaGraphManager
 
     dp_sync_argument: str | None
-    """What the release's dispatch calls an agreement of the data-parallel ranks that it may reuse."""
+    """Name of the dispatch argument for a reusable agreement of the data-parallel ranks; None if there is none."""
 
     # Of the stock speculator.
-    pcp_manager: Any = None  # made from 0.30 on
+    pcp_manager: Any = None  # exists from 0.30 on
     speculative_config: Any
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class FusedAdapter(StockAdapter):
         self._draft_lengths = lengths_by_batch_size(self.speculative_config, self.max_num_reqs)
 
     def draft_logits_spec(self, vllm_config: Any) -> tuple[torch.dtype, float]:
-        """dtype and fill of the stored draft logits; these releases keep them before temperature."""
+        """Return dtype and fill value of the stored draft logits; these releases store them before temperature."""
         stock: tuple[torch.dtype, float] = super().draft_logits_spec(vllm_config)  # type: ignore[misc]
         return stock if self.options.draft_logits_dtype == "head" else (torch.float32, stock[1])
 
@@ -99,7 +99,7 @@ class FusedAdapter(StockAdapter):
         return super().decodes_follow_prefill and self._draft_lengths is None and self.pcp_manager is None
 
     def _find_target_outputs(self) -> TargetStates | None:
-        # A shard's tokens are not those of the target's graph.
+        # With prefill context parallelism the draft's tokens are a shard, not those of the target's graph.
         return super()._find_target_outputs() if self.pcp_manager is None else None
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class FusedAdapter(StockAdapter):
         )
         if self.pcp_manager is None:
             return hidden
-        # Of a shard, to the whole batch; what is whole comes back as it is.
+        # Restores a shard to the whole batch; a whole batch is returned unchanged.
         restored: tuple[torch.Tensor, torch.Tensor] = self.pcp_manager.restore_draft_prefill(*hidden)
         return restored
 
@@ -152,7 +152,7 @@ class FusedAdapter(StockAdapter):
         )
 
     def decode_dp_sync(self, batch: DraftBatch) -> tuple[Any, int]:
-        """What the data-parallel ranks already know of the draft decodes, and the tokens to dispatch for."""
+        """Return what the data-parallel ranks already agreed on for the draft decodes, and the tokens to dispatch."""
         if batch.dp_sync is None:
             return None, batch.num_reqs
         stock: Any = self
@@ -182,7 +182,7 @@ class FusedAdapter(StockAdapter):
     # Metadata of draft decodes
 
     def compute_slot_mappings(self, num_reqs: int, num_tokens: int) -> torch.Tensor:
-        """[groups, num_tokens] slots of the positions in the buffers, -1 for padding; one launch, on the device."""
+        """Return [groups, num_tokens] slots for the positions in the buffers, -1 for padding; one kernel launch."""
         buffers = self.loop.buffers
         slots: torch.Tensor = self.block_tables.compute_slot_mappings(
             buffers.idx_mapping[:num_reqs],
@@ -193,7 +193,7 @@ class FusedAdapter(StockAdapter):
         return slots
 
     def uniform_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> Any:
-        """Attention metadata of one token a request, through the draft's own builders."""
+        """Build attention metadata for one token per request with the draft's own builders."""
         stock: Any = self
         return stock._build_uniform_attn_metadata(
             batch_desc=run.descriptor,
@@ -204,7 +204,7 @@ class FusedAdapter(StockAdapter):
         )
 
     def ragged_metadata(self, batch: DraftBatch, run: GraphRun) -> Any:
-        """Attention metadata of the target's batch, through the draft's own builders."""
+        """Build attention metadata for the target's batch with the draft's own builders."""
         stock: Any = self
         return stock._build_attn_metadata(
             num_reqs=batch.num_reqs,
@@ -242,7 +242,7 @@ class FusedAdapter(StockAdapter):
 
     def _capture_decodes(self, manager: Any, make_inputs: Callable[[Any], CapturedAttentionState]) -> None:
         if self.refreshes_in_graph and self._draft_lengths is not None:
-            # Batch sizes count from 1; what drafts one token has no draft decodes.
+            # Batch sizes count from 1; a batch that drafts one token has no draft decodes.
             manager.specialize(sorted(set(self._draft_lengths[1:]) - {0, 1}, reverse=True))
         manager.capture_fresh(
             self.loop.decode_all if self.refreshes_in_graph else self.loop.decode,
@@ -257,7 +257,7 @@ class FusedAdapter(StockAdapter):
         self, manager: Any, descriptor: Any, num_reqs: int, num_tokens: int, input_buffers: Any, attn_groups: Any
     ) -> tuple[Any, Any]:
         full = descriptor.cg_mode == CUDAGraphMode.FULL
-        # A graph of mixed batches may replay one prefill that fills it; 0.28 to 0.30 leave that to the caller.
+        # A graph for mixed batches may replay one prefill that fills it; 0.28 to 0.30 leave that to the caller.
         widest = num_tokens if full else None
         attn_metadata, slot_mappings = prepare_inputs_to_capture(
             num_reqs,

@@ -1,7 +1,7 @@
-"""What vLLM 0.20 and 0.22 share: one `EagleSpeculator` class for all families, without bases.
+"""What vLLM 0.20 and 0.22 share: one `EagleSpeculator` class for all families, without base classes.
 
-`CompletedEagleSpeculator` gives it the attributes and methods that the speculators of later releases have, so that
-the rest of the adapter is theirs.
+`CompletedEagleSpeculator` adds the attributes and methods that the speculators of later releases have, so the rest of
+the adapter is shared with those releases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_eagle_mrv2.releases.per_step import PerStepAdapter
 class PrefillEagleCudaGraphManager(per_step.PrefillEagleCudaGraphManager):
     """Graphs of the draft prefill, in the target's memory pool."""
 
-    use_breakable_cg = False  # unknown to these releases
+    use_breakable_cg = False  # does not exist in these releases
 
 
 class DecodeEagleCudaGraphManager(per_step.DecodeEagleCudaGraphManager):
@@ -29,7 +29,7 @@ class DecodeEagleCudaGraphManager(per_step.DecodeEagleCudaGraphManager):
 
 
 class CompletedEagleSpeculator(EagleSpeculator):
-    """The stock speculator with what it lacks beside later ones."""
+    """The stock speculator with the attributes and methods of later releases."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -49,16 +49,16 @@ class CompletedEagleSpeculator(EagleSpeculator):
         draft_step: torch.Tensor,
         draft_logits: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Greedy draft tokens [n] int64; where logits are kept, `OwnSampling` samples instead."""
+        """Return greedy draft tokens [n] int64; where logits are stored, `OwnSampling` samples instead."""
         greedy: torch.Tensor = self.model.compute_logits(hidden_states).argmax(dim=-1)
         return greedy
 
 
 class MonolithAdapter(TakesTargetInputs, PerStepAdapter):
-    """The adapter of these releases."""
+    """Adapter of vLLM 0.20 and 0.22."""
 
     prefill_manager_class = PrefillEagleCudaGraphManager
     decode_manager_class = DecodeEagleCudaGraphManager
 
     def before_forward(self, num_tokens: int) -> None:
-        """These releases balance no experts of a draft."""
+        """Do nothing: these releases have no expert load balancing for drafts."""

@@ -1,8 +1,8 @@
-"""What vLLM 0.20 to 0.27 share: a stock speculator whose host builds metadata between draft steps.
+"""What vLLM 0.20 to 0.27 share: a stock speculator that builds metadata on the CPU between draft steps.
 
-Ours does so only for attention backends that leave no other way.  What the builders of FlashAttention and Triton
-attention do is device work on persistent buffers, so it is captured with the steps, and all draft decodes are one
-graph (#46849 in the form that these releases allow).
+The adapter builds metadata on the CPU only for attention backends that require it.  The builders of FlashAttention and
+Triton attention do device work on persistent buffers only, so their work is captured with the steps, and all draft
+decodes form one graph (#46849, in the form that these releases allow).
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class DecodeEagleCudaGraphManager(DecodeCapture, CudaGraphManager):
 
 
 class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
-    """The adapter of the releases whose builders have no refresh of their own for draft decodes."""
+    """Adapter of the releases with builders that cannot refresh the metadata of draft decodes."""
 
     sample_offset = 0
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
     prefill_manager_class: type[PrefillCapture] = PrefillEagleCudaGraphManager
     decode_manager_class: type[DecodeCapture] = DecodeEagleCudaGraphManager
-    builders_refresh = False  # known in `set_attn`
+    builders_refresh = False  # set in `set_attn`
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        # Before the target's manager, not yet made, rounds them to multiples of K + 1 (0.20 to 0.24).
+        # Saved before the target's graph manager rounds them to multiples of K + 1 (0.20 to 0.24).
         compilation = vllm_config.compilation_config
         self._capture_sizes = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size)
         super().__init__(vllm_config, device)
@@ -70,7 +70,7 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
 
     @contextlib.contextmanager
     def _decode_capture_sizes(self) -> Iterator[None]:
-        """Draft decodes run one token a request: capture what was asked for, not multiples of K + 1."""
+        """Restore the requested capture sizes: draft decodes run one token per request, not K + 1."""
         compilation = self.vllm_config.compilation_config
         rounded = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size)
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = self._capture_sizes
@@ -85,10 +85,10 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
         self.builders_refresh = self.block_tables.cp_size == 1 and all(map(_builds_on_device, self._builders()))
 
     def propose(self, *batch: Any, num_tokens_across_dp: Any = None, **how: Any) -> torch.Tensor:
-        """Draft tokens [num_reqs, K] int64; the arguments are those of the stock speculator, which ignores one too."""
+        """Return draft tokens [num_reqs, K] int64; like stock, ignores ``num_tokens_across_dp``."""
         return self._propose(*batch, **how)
 
-    # The stock speculators of these releases have no such hooks.
+    # Hooks that the stock speculators of these releases lack.
 
     def on_prefill_begin(self, num_reqs: int) -> None: ...
 
@@ -99,7 +99,7 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
     def on_multi_step_decode_end(self, num_reqs: int) -> None: ...
 
     def query_len(self, batch: DraftBatch, num_tokens: int) -> int | None:
-        # Of the scheduled tokens: the padding of the target's graph is nobody's query.
+        # Only scheduled tokens count; the padding of the target's graph belongs to no query.
         tokens: int | None = get_uniform_token_count(batch.num_reqs, num_tokens, longest_query(batch))
         return tokens
 
@@ -134,7 +134,7 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
     def refreshes_in_graph(self) -> bool:
         return (
             (self.needs_no_builder or self.builders_refresh)
-            and self._draft_lengths is None  # one graph holds one number of steps
+            and self._draft_lengths is None  # a graph contains a fixed number of steps
             and self.options.enabled(Behaviour.FUSED_DRAFT_DECODE)
         )
 
@@ -144,7 +144,7 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
     def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
         buffers = self.loop.buffers
         self.block_tables.compute_slot_mappings(
-            # Rows of padding have no tokens, so their idx_mapping of -1 is not followed.
+            # Padded rows have no tokens, so their idx_mapping of -1 is not looked up.
             buffers.idx_mapping[:num_reqs],
             buffers.query_start_loc[: num_reqs + 1],
             buffers.positions[:num_reqs],
@@ -165,7 +165,7 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
             )
 
     def before_forward(self, num_tokens: int) -> None:
-        # A graph would keep the padded number.
+        # A captured graph would keep the padded number of tokens.
         if not self._capturing:
             super().before_forward(num_tokens)
 
@@ -174,12 +174,12 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         if batch.dummy_run:
-            # The rows of a dummy run name no request: without tokens, no block table is looked up for them.
+            # The rows of a dummy run map to no request; without tokens, no block table is read for them.
             self.loop.buffers.query_start_loc.zero_()
 
     def decode_slot_mappings(self, batch: DraftBatch, num_tokens: int) -> torch.Tensor:
         if batch.dummy_run:
-            # The rows name no request, and these releases' kernel does not skip them.
+            # The rows map to no request, and the kernel of these releases does not skip them.
             dummy: torch.Tensor = self.block_tables.get_dummy_slot_mappings(num_tokens)
             return dummy
         self.map_decode_slots(batch.num_reqs, num_tokens)
@@ -236,12 +236,12 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
             block_tables=[table[:rows] for table in self.block_tables.input_block_tables],
             slot_mappings=slot_mappings,
             kv_cache_config=self.kv_cache_config,
-            # Without a bound some builders fetch the lengths from the device, one synchronization a step.
+            # Without a bound some builders copy the lengths from the device, with one synchronization per step.
             seq_lens_cpu_upper_bound=length_bounds,
         )
 
     def _length_bounds(self, batch: DraftBatch, rows: int, step: int) -> torch.Tensor:
-        """[rows] int32 on the CPU: bounds of the lengths in a draft decode."""
+        """Return [rows] int32 on the CPU: upper bounds of the sequence lengths in a draft decode."""
         bound = torch.zeros(rows, dtype=torch.int32)
         live = batch.num_reqs
         torch.add(batch.seq_lens_cpu_upper_bound[:live], step, out=bound[:live])
@@ -263,23 +263,23 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
         return attn_metadata, slot_mappings
 
     def capture_options(self, piecewise: bool, manager: Any) -> dict[str, bool]:
-        """What this release's preparation of dummy inputs is told about the kind of graph."""
+        """Return the arguments that tell the preparation of dummy inputs about the kind of graph."""
         return {"skip_attn": piecewise and not manager.use_breakable_cg}
 
 
 def _builds_on_device(builder: Any) -> bool:
-    """Whether a builder's ``build`` for one token a request is device work alone, on buffers that it keeps."""
+    """Whether a builder's ``build`` for one token per request does only device work, on persistent buffers."""
     name = class_path(type(builder))
-    # FlashInfer's own decode kernels need a plan by the host; XQA and trtllm-gen read lengths and blocks on the device.
+    # FlashInfer's own decode kernels need a plan from the CPU; XQA and trtllm-gen read the lengths on the device.
     device_lengths = name == _FLASHINFER and getattr(builder, "use_trtllm_decode_attention", False)
     return name in _CAPTURABLE_BUILDERS or device_lengths
 
 
 class _Schedule:
-    """Stands for the buffer into which FlashAttention's builder copies schedules: hands out the newest itself."""
+    """Replaces the buffer into which FlashAttention's builder copies schedules; returns the newest one itself."""
 
     def __setitem__(self, rows: slice, value: Any) -> None:
-        if isinstance(value, torch.Tensor):  # or the zeros behind it
+        if isinstance(value, torch.Tensor):  # not the zeros that pad it
             self._newest = value
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
@@ -288,9 +288,9 @@ class _Schedule:
 
 @contextlib.contextmanager
 def _schedules_kept(groups: Iterable[Any]) -> Iterator[None]:
-    """For metadata that is built inside a capture: a schedule then lies in the graph's own memory, where it can stay.
+    """Keep schedules that are built during a capture in the graph's own memory.
 
-    In the builder's buffer it takes a copy, and a fill behind it, at every draft step.
+    The builder's buffer would add a copy and a fill at every draft step.
     """
     builders = [group.get_metadata_builder(0) for group in groups]
     buffers = [(builder, builder.scheduler_metadata) for builder in builders if hasattr(builder, "scheduler_metadata")]
@@ -305,5 +305,5 @@ def _schedules_kept(groups: Iterable[Any]) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _decode_query_start_loc(live: int, rows: int) -> torch.Tensor:
-    """[rows + 1] int32 on the CPU: one token for each live request, none for the padding; never written."""
+    """Return [rows + 1] int32 on the CPU: one token per live request, none for padding; must not be modified."""
     return torch.arange(rows + 1, dtype=torch.int32).clamp_(max=live)

@@ -1,4 +1,4 @@
-"""vLLM 0.20: metadata of draft decodes built once for all steps, draft prefill on metadata of its own."""
+"""vLLM 0.20: stock builds decode metadata once for all draft steps, and the draft prefill builds its own metadata."""
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.releases.spec import Release, hookimpl
@@ -26,5 +26,5 @@ RELEASE = Release(
 
 @hookimpl
 def eagle_mrv2_release() -> Release:
-    """The adapter of vLLM 0.20."""
+    """Return the release vLLM 0.20."""
     return RELEASE

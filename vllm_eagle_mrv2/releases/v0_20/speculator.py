@@ -20,7 +20,7 @@ from vllm_eagle_mrv2.releases.monolith import CompletedEagleSpeculator, Monolith
 
 
 class _OneFactoryCall:
-    """This release asks once for the warm-up and the capture; inputs are made anew between the two all the same."""
+    """Supports a capture loop that calls the factory once for warm-up and capture; rebuilds inputs in between."""
 
     def pass_factory(self, make_pass: Callable[[Any], Pass]) -> Callable[[Any], Pass]:
         def factory(descriptor: Any) -> Pass:
@@ -48,7 +48,7 @@ class EagleMRV2Speculator(MonolithAdapter, CompletedEagleSpeculator):
     """EAGLE, EAGLE-3 and multi-token prediction heads."""
 
     release = v0_20.RELEASE
-    use_fp64_gumbel = True  # always, here
+    use_fp64_gumbel = True  # always, on this release
     greedy_is_argmax = False  # every draft is sampled
     prefill_manager_class = PrefillEagleCudaGraphManager
     decode_manager_class = DecodeEagleCudaGraphManager
@@ -63,7 +63,7 @@ class EagleMRV2Speculator(MonolithAdapter, CompletedEagleSpeculator):
         draft_step: torch.Tensor,
         draft_logits: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Drafts for n rows in a form of `how_drafted`, with the target's own random numbers; none of logits kept."""
+        """Return drafts for n rows in a form of `how_drafted`, with the target's random numbers; stores no logits."""
         head, best = self._head, None
         if head is None:
             logits = self.model.compute_logits(hidden_states)
@@ -92,10 +92,10 @@ class EagleMRV2Speculator(MonolithAdapter, CompletedEagleSpeculator):
         attn_metadata, slot_mappings = super().prepare_capture(
             manager, descriptor, num_reqs, num_tokens, input_buffers, attn_groups
         )
-        # As later releases and this one's own target do it.
+        # PIECEWISE graphs get no metadata, as in later releases and in this release's target.
         return None if descriptor.cg_mode == CUDAGraphMode.PIECEWISE else attn_metadata, slot_mappings
 
 
 def speculator_class(family: Family) -> type[StockAdapter]:
-    """The speculator of a family."""
+    """Return the speculator class of a family."""
     return EagleMRV2Speculator

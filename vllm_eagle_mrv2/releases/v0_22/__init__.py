@@ -1,4 +1,4 @@
-"""vLLM 0.22: one speculator class for all families; the draft reads to ``max_model_len``."""
+"""vLLM 0.22: one speculator class for all families; draft attention is bounded by ``max_model_len``."""
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.releases.spec import Release, hookimpl
@@ -43,5 +43,5 @@ RELEASE = Release(
 
 @hookimpl
 def eagle_mrv2_release() -> Release:
-    """The adapter of vLLM 0.22."""
+    """Return the release vLLM 0.22."""
     return RELEASE

@@ -13,7 +13,7 @@ from vllm_eagle_mrv2.releases.monolith import CompletedEagleSpeculator, Monolith
 
 
 class _WithAttentionState:
-    """The capture loop of this release also collects the attention state of each pass; ours hands none on."""
+    """Supports a capture loop that also collects the attention state of each pass; returns None for it."""
 
     def pass_factory(self, make_pass: Callable[[Any], Pass]) -> Callable[[Any], tuple[Pass, None]]:
         return lambda descriptor: (make_pass(descriptor), None)
@@ -35,15 +35,15 @@ class EagleMRV2Speculator(MonolithAdapter, CompletedEagleSpeculator):
     decode_manager_class = DecodeEagleCudaGraphManager
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any) -> None:
-        """Make the draft's metadata builders; vLLM has not laid out the KV cache yet."""
+        """Create the draft's metadata builders; vLLM has not laid out the KV cache yet."""
         draft_loading.check_cache_layouts(self, kv_cache_config)
         super().set_attn(model_state, kv_cache_config, block_tables)
 
     def capture(self, attn_states: Any = None) -> None:
-        """Capture the draft's graphs; the target's states are those of another pass, so they are not used."""
+        """Capture the draft's graphs; the target's attention states belong to another pass and are not used."""
         super().capture()
 
 
 def speculator_class(family: Family) -> type[StockAdapter]:
-    """The speculator of a family."""
+    """Return the speculator class of a family."""
     return EagleMRV2Speculator

@@ -1,4 +1,4 @@
-"""vLLM 0.23 to 0.25: draft prefill captured on what the target's capture left behind."""
+"""vLLM 0.23 to 0.25: stock captures the draft prefill with the attention states of the target's capture."""
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.releases.spec import Release, hookimpl
@@ -39,5 +39,5 @@ RELEASE = Release(
 
 @hookimpl
 def eagle_mrv2_release() -> Release:
-    """The adapter of vLLM 0.23 to 0.25."""
+    """Return the release vLLM 0.23 to 0.25."""
     return RELEASE

@@ -19,7 +19,7 @@ _BALANCES_DRAFTS = hasattr(EagleSpeculator, "_prepare_eplb_forward")
 
 
 class _WithAttentionState:
-    """The capture loop of these releases also collects the attention state of each pass; ours hands none on."""
+    """Supports a capture loop that also collects the attention state of each pass; returns None for it."""
 
     def pass_factory(self, make_pass: Callable[[Any], Pass]) -> Callable[..., tuple[Pass, None]]:
         return lambda descriptor, warmup=False: (make_pass(descriptor), None)
@@ -39,11 +39,11 @@ class _Adapter(TakesTargetInputs, PerStepAdapter):
     decode_manager_class = DecodeEagleCudaGraphManager
 
     def capture(self, attn_states: Any = None) -> None:
-        """Capture the draft's graphs; the target's states are those of another pass, so they are not used."""
+        """Capture the draft's graphs; the target's attention states belong to another pass and are not used."""
         super().capture()
 
     def before_forward(self, num_tokens: int) -> None:
-        """Expert load balancing of a draft begins with 0.25."""
+        """Prepare expert load balancing, which includes drafts from 0.25 on."""
         if _BALANCES_DRAFTS:
             super().before_forward(num_tokens)
 
@@ -57,5 +57,5 @@ class EagleMRV2MTPSpeculator(_Adapter, MTPSpeculator):
 
 
 def speculator_class(family: Family) -> type[StockAdapter]:
-    """The speculator of a family."""
+    """Return the speculator class of a family."""
     return EagleMRV2MTPSpeculator if family == "mtp" else EagleMRV2Speculator

@@ -1,4 +1,4 @@
-"""vLLM 0.26 and 0.27: the target's buffers are handed over, one graph a draft step."""
+"""vLLM 0.26 and 0.27: stock passes the target's buffers to the speculator, and replays one graph per draft step."""
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.releases.spec import Release, hookimpl
@@ -40,5 +40,5 @@ RELEASE = Release(
 
 @hookimpl
 def eagle_mrv2_release() -> Release:
-    """The adapter of vLLM 0.26 and 0.27."""
+    """Return the release vLLM 0.26 and 0.27."""
     return RELEASE

@@ -13,7 +13,7 @@ from vllm_eagle_mrv2.releases import v0_26
 from vllm_eagle_mrv2.releases.common import StockAdapter
 from vllm_eagle_mrv2.releases.per_step import PerStepAdapter
 
-# 0.27 builds metadata for PIECEWISE captures as well, and asks whether the graph is a full one (#49364).
+# 0.27 builds metadata for PIECEWISE captures too, and takes an argument for FULL graphs (#49364).
 _ASKS_FOR_FULL = "full_cudagraph" in inspect.signature(prepare_inputs_to_capture).parameters
 
 
@@ -33,5 +33,5 @@ class EagleMRV2MTPSpeculator(_Adapter, MTPSpeculator):
 
 
 def speculator_class(family: Family) -> type[StockAdapter]:
-    """The speculator of a family."""
+    """Return the speculator class of a family."""
     return EagleMRV2MTPSpeculator if family == "mtp" else EagleMRV2Speculator

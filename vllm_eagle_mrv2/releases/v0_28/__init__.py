@@ -1,4 +1,4 @@
-"""vLLM 0.28: all draft decodes in one graph, whose metadata some backends refresh; a sampler of our own."""
+"""vLLM 0.28: one graph for all draft decodes, metadata refreshed by some backends, this package's own sampler."""
 
 from vllm_eagle_mrv2.config.behaviours import BEYOND_STOCK, Behaviour
 from vllm_eagle_mrv2.releases.fused_symbols import FUSED
@@ -23,5 +23,5 @@ RELEASE = Release(
 
 @hookimpl
 def eagle_mrv2_release() -> Release:
-    """The adapter of vLLM 0.28."""
+    """Return the release vLLM 0.28."""
     return RELEASE

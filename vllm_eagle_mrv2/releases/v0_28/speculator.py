@@ -22,7 +22,7 @@ class _Adapter(OwnSampling, AutoRegressiveAdapter):
     dp_sync_argument = None
 
     def propose(self, *batch: Any, num_tokens_across_dp: Any = None, **how: Any) -> torch.Tensor:
-        """Draft tokens [num_reqs, K] int64; the arguments are those of the stock speculator, which ignores one too."""
+        """Return draft tokens [num_reqs, K] int64; like stock, ignores ``num_tokens_across_dp``."""
         return self._propose(*batch, **how)
 
 
@@ -35,5 +35,5 @@ class EagleMRV2MTPSpeculator(_Adapter, MTPSpeculator):
 
 
 def speculator_class(family: Family) -> type[StockAdapter]:
-    """The speculator of a family."""
+    """Return the speculator class of a family."""
     return EagleMRV2MTPSpeculator if family == "mtp" else EagleMRV2Speculator

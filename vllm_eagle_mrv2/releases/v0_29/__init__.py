@@ -1,4 +1,4 @@
-"""vLLM 0.29 to 0.31: all draft decodes in one graph, whose metadata some backends refresh."""
+"""vLLM 0.29 to 0.31: one graph for all draft decodes, metadata refreshed by some backends."""
 
 from vllm_eagle_mrv2.config.behaviours import BEYOND_STOCK, Behaviour
 from vllm_eagle_mrv2.releases.fused_symbols import FUSED
@@ -23,5 +23,5 @@ RELEASE = Release(
 
 @hookimpl
 def eagle_mrv2_release() -> Release:
-    """The adapter of vLLM 0.29 to 0.31."""
+    """Return the release vLLM 0.29 to 0.31."""
     return RELEASE

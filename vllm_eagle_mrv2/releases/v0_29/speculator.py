@@ -19,7 +19,7 @@ class _Adapter(AutoRegressiveAdapter):
     dp_sync_argument = "dp_sync"
 
     def propose(self, *batch: Any, **how: Any) -> torch.Tensor:
-        """Draft tokens [num_reqs, K] int64; the arguments are those of the stock speculator."""
+        """Return draft tokens [num_reqs, K] int64, with the arguments of the stock speculator."""
         return self._propose(*batch, **how)
 
 
@@ -32,5 +32,5 @@ class EagleMRV2MTPSpeculator(_Adapter, MTPSpeculator):
 
 
 def speculator_class(family: Family) -> type[StockAdapter]:
-    """The speculator of a family."""
+    """Return the speculator class of a family."""
     return EagleMRV2MTPSpeculator if family == "mtp" else EagleMRV2Speculator

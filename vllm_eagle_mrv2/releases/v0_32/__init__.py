@@ -1,4 +1,4 @@
-"""vLLM 0.32 and 0.33: one graph for all draft decodes, which refreshes its own metadata; dynamic K."""
+"""vLLM 0.32 and 0.33: one graph for all draft decodes that refreshes its own metadata, and a dynamic K."""
 
 from vllm_eagle_mrv2.config.behaviours import BEYOND_STOCK, Behaviour
 from vllm_eagle_mrv2.releases.fused_symbols import FUSED
@@ -19,5 +19,5 @@ RELEASE = Release(
 
 @hookimpl
 def eagle_mrv2_release() -> Release:
-    """The adapter of vLLM 0.32 and 0.33."""
+    """Return the release vLLM 0.32 and 0.33."""
     return RELEASE

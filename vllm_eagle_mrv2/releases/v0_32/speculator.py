@@ -25,7 +25,7 @@ class _Adapter(FusedAdapter):
     def propose(
         self, *batch: Any, dp_sync_state: Any = None, num_speculative_tokens: int | None = None, **how: Any
     ) -> torch.Tensor:
-        """Draft tokens [num_reqs, K] int64, always of full width; the arguments are those of the stock speculator."""
+        """Return draft tokens [num_reqs, K] int64, always K columns wide, with the stock speculator's arguments."""
         draft_tokens = self._propose(*batch, dp_sync=dp_sync_state, num_draft_tokens=num_speculative_tokens, **how)
         if num_speculative_tokens == 0:
             with torch.inference_mode():
@@ -33,14 +33,14 @@ class _Adapter(FusedAdapter):
         return draft_tokens
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
-        """[n, vocab], in the dtype that they are stored in, where they are."""
+        """Return logits [n, vocab], in the dtype of the stored logits if they are stored."""
         logits: torch.Tensor = super().compute_draft_logits(hidden_states, spec_step_idx)  # type: ignore[misc]
         return logits if self.draft_logits is None else logits.to(self.draft_logits.dtype)
 
     def begin_decode(self, batch: DraftBatch) -> None:
         super().begin_decode(batch)
         if batch.dummy_run and batch.dp_sync is not None:
-            # From 0.33 on a dummy batch can have more requests than any rank that the decodes are in step with.
+            # From 0.33 on a dummy batch can have more requests than the ranks agreed on for the decodes.
             batch.num_reqs = min(batch.num_reqs, batch.dp_sync.num_reqs)
 
     @property
@@ -67,5 +67,5 @@ class EagleMRV2MTPSpeculator(_Adapter, MTPSpeculator):
 
 
 def speculator_class(family: Family) -> type[StockAdapter]:
-    """The speculator of a family."""
+    """Return the speculator class of a family."""
     return EagleMRV2MTPSpeculator if family == "mtp" else EagleMRV2Speculator
