@@ -89,7 +89,7 @@ class DraftBatch:
     seeds: torch.Tensor  # [R] by request state
 
     top_k: torch.Tensor | None = None  # [R] int32 by request state, if drafts honour it
-    top_p: torch.Tensor | None = None  # [R] float32, likewise
+    top_p: torch.Tensor | None = None  # [R] float32 by request state, if drafts honour it
     attn_metadata: Any = None  # the target's, built for this batch
     slot_mappings: Any = None  # the target's, by layer
     mm_inputs: Any = None

@@ -153,7 +153,7 @@ class DraftGraphs:
     def phase_run(self, batch: DraftBatch) -> GraphRun | None:
         """Return the graph of a batch's whole draft phase, or None.
 
-        Such graphs exist only where each rank dispatches on its own."""
+        Phase graphs exist only where each rank dispatches on its own."""
         uniform = self.num_speculative_steps + 1
         if not self._phase_graphs or batch.eager or self.query_len(batch, batch.num_tokens) != uniform:
             return None

@@ -270,7 +270,8 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
 def _builds_on_device(builder: Any) -> bool:
     """Whether a builder's ``build`` for one token per request does only device work, on persistent buffers."""
     name = class_path(type(builder))
-    # FlashInfer's own decode kernels need a plan from the CPU; XQA and trtllm-gen read the lengths on the device.
+    # FlashInfer's own decode kernels need a plan from the CPU.  XQA and trtllm-gen read lengths and block tables on the
+    # device.
     device_lengths = name == _FLASHINFER and getattr(builder, "use_trtllm_decode_attention", False)
     return name in _CAPTURABLE_BUILDERS or device_lengths
 
