@@ -49,7 +49,7 @@ def test_counts_of_each_rank() -> None:
 
 def test_children_count_into_the_same_folder() -> None:
     worker = (
-        "from vllm_eagle_mrv2 import counters\n"
+        "from vllm_eagle_mrv2.telemetry import counters\n"
         "counters.share_folder()\n"  # as an API server beside others does
         "counters.DraftCounter.of_rank(1).count(counters.FUSED, 5)"
     )
@@ -60,8 +60,8 @@ def test_children_count_into_the_same_folder() -> None:
 def test_the_folder_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE)
     front_end = (
-        "import os; from vllm_eagle_mrv2 import counters; counters.share_folder(); counters.DraftCounter.of_rank(0);"
-        "print(os.environ[counters.FOLDER_VARIABLE])"
+        "import os; from vllm_eagle_mrv2.telemetry import counters; counters.share_folder(); "
+        "counters.DraftCounter.of_rank(0); print(os.environ[counters.FOLDER_VARIABLE])"
     )
     made = subprocess.run([sys.executable, "-c", front_end], check=True, capture_output=True, text=True).stdout.strip()
     assert made
