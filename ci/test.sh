@@ -13,6 +13,6 @@ echo "[test] mkdocs and yamllint"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 "$PYTHON" -m mkdocs build --strict --quiet --site-dir "$site"
-git ls-files -z "*.yml" "*.yaml" | xargs -0 "$PYTHON" -m yamllint --strict
+"$PYTHON" -m yamllint --strict .
 echo "[test] pytest on the $EAGLE_MRV2_STACK stack"
 "$PYTHON" -m pytest "$@"
