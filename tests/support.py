@@ -12,6 +12,7 @@ from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, patch
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,6 +35,14 @@ def held_out_prompts(count: int) -> list[str]:
     texts: list[str] = json.loads((PAIR / "prompts.json").read_text())
     prompts = [text.rsplit(" ", cut)[0] for cut in range(1, 9) for text in texts]
     return prompts[:count]
+
+
+@contextmanager
+def small_heap() -> Iterator[None]:
+    """Nobody collects what is there already; vLLM collects a dozen times an engine, half a second each."""
+    gc.freeze()
+    with patch.multiple(gc, freeze=DEFAULT, unfreeze=DEFAULT):
+        yield
 
 
 @contextmanager
@@ -81,18 +90,19 @@ def engine(
 
     monitor.set_cudagraph_capturing_enabled(True)
     llm = None
-    try:
-        llm = LLM(str(PAIR / "target"), **{**arguments, **overrides})
-        yield llm
-    finally:
-        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-        if llm is not None:
-            with suppress(AttributeError):  # 0.20 calls a shutdown that its V2 runner does not have
-                llm.llm_engine.engine_core.shutdown()
-        del llm
-        if overrides.get("tensor_parallel_size", 1) == 1:  # workers of their own leave nothing here
-            gc.collect()
-            cleanup_dist_env_and_memory()
+    with small_heap():
+        try:
+            llm = LLM(str(PAIR / "target"), **{**arguments, **overrides})
+            yield llm
+        finally:
+            os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+            if llm is not None:
+                with suppress(AttributeError):  # 0.20 calls a shutdown that its V2 runner does not have
+                    llm.llm_engine.engine_core.shutdown()
+            del llm
+            if overrides.get("tensor_parallel_size", 1) == 1:  # workers of their own leave nothing here
+                gc.collect()
+                cleanup_dist_env_and_memory()
 
 
 def runner_of(llm: Any) -> Any:
