@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm_eagle_mrv2.draft_model import attention
 from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_model.last_row import only_row
+from vllm_eagle_mrv2.kernels import single_token_attention
 from vllm_eagle_mrv2.kernels.single_token_attention import rotated_reference, single_token_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,6 +51,8 @@ class Layer(nn.Module):
 @pytest.fixture(autouse=True)
 def _as_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_FLASH_ATTENTION", f"{Impl.__module__}.{Impl.__qualname__}")
+    if DEVICE.type == "cpu":  # programs run one after the other
+        monkeypatch.setattr(single_token_attention, "multiprocessors", lambda device: 8)
 
 
 def metadata(**changed: Any) -> Any:

@@ -22,6 +22,13 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 LENGTHS = [1, 2, 63, 64, 65, 128, 255, 256, 257, 300, 512, 513, 700]
 
 
+@pytest.fixture(autouse=True)
+def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few in the interpreter, which runs one program after the other; enough for every split of the lengths here."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(single_token_attention, "multiprocessors", lambda device: 8)
+
+
 def attend(
     lengths: list[int],
     heads: int,
@@ -177,6 +184,7 @@ def test_programs_go_where_the_tokens_are(lengths: list[int], lanes: int, monkey
     """A long request among short ones is split as if it were alone."""
     monkeypatch.setattr(single_token_attention, "_LANES", lanes)
     monkeypatch.setattr(single_token_attention, "_PROGRAMS", 16)
+    monkeypatch.setattr(single_token_attention, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(torch, "empty", lambda *shape, **where: torch.full(shape, torch.nan, **where))
     attention = attend(lengths, 4, 2, 64, 16, times=2)
     parts = attention._partial.view(2, 8, 2, -1)  # further ones and first ones, of two heads
@@ -197,6 +205,7 @@ def test_one_variant_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
             return lambda *args, **constants: launched.append((grid, constants))
 
     monkeypatch.setattr(single_token_attention, "_single_token_attention_kernel", Kernel())
+    monkeypatch.setattr(single_token_attention, "multiprocessors", lambda device: 132)
     attention = SingleTokenAttention(32, 8, 64, DEVICE)
     cache, some = torch.empty(1, 16, 8, 64, device=DEVICE), torch.empty(40, 32, 64, device=DEVICE)
     for n in (1, 2, 5, 40):
