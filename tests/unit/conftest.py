@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import wrapt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "unit" and item.path.stem in ANY_RELEASE:
             item.add_marker(pytest.mark.any_release)
+
+
+@wrapt.when_imported("vllm.transformers_utils.repo_utils")
+def retry_at_once(module: ModuleType) -> None:
+    """vLLM waits two seconds before it looks for a missing file again."""
+    module.time = SimpleNamespace(sleep=lambda seconds: None)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

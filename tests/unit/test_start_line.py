@@ -111,7 +111,6 @@ BUILT = {Behaviour.ACTUAL_MAX_SEQ_LEN, Behaviour.LENGTHS_WITHOUT_SYNC}
             | KERNELS - {Behaviour.SINGLE_TOKEN_ATTENTION},
         ),
     ],
-    ids=str,
 )
 def test_what_is_active(changed: dict[str, Any], active: set[Behaviour]) -> None:
     assert facts(**changed).active == sorted(active)
