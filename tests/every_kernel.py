@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sampl
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 
-CAPABILITIES = (80, 90)  # A100; H100 and H200: every variant
+CAPABILITIES = (80, 90)  # A100; H100 and H200: variants with every two of a kernel's choices together
 FURTHER = (86, 89, 100, 120)  # A10 and 3090; L4, L40 and 4090; B200; RTX PRO 6000 and 5090: one variant of every kernel
-_seen: set[str] = set()
+_compiled: defaultdict[str, set[Any]] = defaultdict(set)  # pairs of choices, by kernel
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -55,14 +56,18 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
             signature[parameter.name] = _POINTERS[value.dtype]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-    for capability in (*CAPABILITIES, *(FURTHER if self.fn.__name__ not in _seen else ())):
-        compiled = triton.compile(
+    choices = [*enumerate(signature.values()), *constants.items(), ("num_warps", num_warps)]
+    pairs, compiled = set(itertools.combinations(choices, 2)), _compiled[self.fn.__name__]
+    if pairs <= compiled:
+        return
+    for capability in (*CAPABILITIES, *(() if compiled else FURTHER)):
+        made = triton.compile(
             ASTSource(fn=self, signature=signature, constexprs=constants),
             target=GPUTarget("cuda", capability, 32),
             options={"num_warps": num_warps},
         )
-        assert "cubin" in compiled.asm
-    _seen.add(self.fn.__name__)
+        assert "cubin" in made.asm
+    compiled |= pairs
     print(self.fn.__name__, *constants.values(), flush=True)
 
 
