@@ -31,7 +31,7 @@ CUDA_VLLM=0.26.0 # pins torch 2.11
 CPU_VLLM=${CPU_RELEASES[-1]}
 CPU_TORCH=2.13.0
 CPU_TRITON=3.8.0
-TOOLS=(griffe==2.4.1 mypy==2.4.1 pytest==9.2.0 ruff==0.17.5)
+TOOLS=(griffe==2.4.1 mypy==2.4.1 pytest==9.2.0 pytest-timeout==2.4.0 pytest-xdist==3.8.0 ruff==0.17.5)
 
 _env_say() { printf '[env] %s\n' "$*" >&2; }
 _env_die() { printf '[env] error: %s\n' "$*" >&2; exit 1; }

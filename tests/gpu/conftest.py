@@ -15,5 +15,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.timeout(1800))
             if not has_cuda():
                 item.add_marker(skip)

@@ -22,7 +22,7 @@ from packaging.specifiers import SpecifierSet
 from vllm_eagle_mrv2.cli.doctor.recorded import recorded
 
 tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-pytestmark = pytest.mark.package
+pytestmark = [pytest.mark.package, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ def python(minor: int) -> str:
 def test_the_lowest_versions_run(minor: int, wheel: Path, tmp_path: Path) -> None:
     """The commands, and the tests that need neither vLLM nor torch; there is no vLLM, which doctor says."""
     extras = PROJECT["project"]["optional-dependencies"]
-    tools = [pin for pin in lowest(extras["test"]) if pin.startswith(("pytest==", "griffe=="))]
+    tools = [pin for pin in lowest(extras["test"]) if pin.startswith(("pytest==", "pytest-timeout==", "griffe=="))]
     pins = [*lowest(PROJECT["project"]["dependencies"]), *tools]
     new = environment(tmp_path / "env", python(minor), wheel, *pins)
     command = new.with_name("vllm-eagle-mrv2")

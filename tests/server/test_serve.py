@@ -22,12 +22,12 @@ from support import DEPLOY
 
 import vllm_eagle_mrv2
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.engine, pytest.mark.server]
 
 PAIR = Path(vllm_eagle_mrv2.__file__).parent / "demo_pair"
-START_SECONDS = 240
+START_SECONDS = 400
 STOP_SECONDS = 60
-REQUEST_SECONDS = 60
+REQUEST_SECONDS = 180
 SWITCHED_OFF = "EAGLE_MRV2_DISABLE=1: eagle_mrv2 is off, and stock vLLM drafts with method=eagle and the same head"
 TAKE_OVER = re.compile(
     r"INFO .*\beagle_mrv2 \S+ drafts on vLLM .*, draft decode graphs NONE, .*, active beyond this release: "

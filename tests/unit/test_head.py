@@ -320,6 +320,7 @@ def lost_connection(report: str) -> bool:
     return "torch/distributed/" in [line for line in report.splitlines() if line.startswith("  File ")][-1]
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     for attempt in range(2):
         reports = tmp_path / str(attempt)
