@@ -151,7 +151,7 @@ def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
     from release_under_test import release
 
     right: list[bool] = []
-    loop, tables = speculator.loop, speculator.block_tables
+    loop, tables = speculator.drafter.loop, speculator.block_tables
     live = 0
 
     def propose(batch: Any, original: Any = loop.propose) -> Any:
@@ -170,7 +170,7 @@ def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
             right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
 
     def replay(run: Any, original: Any = speculator.replay_decode) -> None:
-        fused = speculator.refreshes_in_graph
+        fused = speculator.drafter.adapter.refreshes_in_graph
         if not fused:
             check()
         original(run)
@@ -251,14 +251,14 @@ class Acceptance:
 def recorded_drafts(speculator: Any) -> list[list[int]]:
     """The draft tokens of each request and batch from now on; filled as they come."""
     drafts: list[list[int]] = []
-    propose = speculator.loop.propose
+    propose = speculator.drafter.loop.propose
 
     def proposing(batch: Any) -> Any:
         drafted = propose(batch)
         drafts.extend(drafted.tolist())
         return drafted
 
-    speculator.loop.propose = proposing
+    speculator.drafter.loop.propose = proposing
     return drafts
 
 

@@ -14,7 +14,7 @@ def _watch(worker: Any) -> None:
     from vllm.distributed import get_tp_group
 
     speculator, group = worker.model_runner.speculator, get_tp_group()
-    sample, all_gather = speculator.sample, group.all_gather
+    sample, all_gather = speculator.drafter.loop.sample, group.all_gather
     speculator.exchanged, sampling = set(), [False]
 
     def sampled(*args: Any, **kwargs: Any) -> Any:
@@ -29,7 +29,7 @@ def _watch(worker: Any) -> None:
             speculator.exchanged.add((values.shape[-1], str(values.dtype)))
         return all_gather(values, *args, **kwargs)
 
-    speculator.sample, group.all_gather = sampled, gathered
+    speculator.drafter.loop.sample, group.all_gather = sampled, gathered
 
 
 def _exchanged(worker: Any) -> list[Any]:

@@ -39,7 +39,7 @@ def test_a_draft_vocabulary_is_not_scattered(monkeypatch: pytest.MonkeyPatch) ->
     """The EAGLE-3 head's argmax runs over its own rows."""
     with engine("eagle_mrv2", family="eagle3", k=K) as llm:
         model = speculator_of(llm).model
-        head = speculator_of(llm)._head
+        head = speculator_of(llm).drafter.adapter.head
         assert head is not None
         assert head.offsets is not None
         assert len(head.offsets) < model.config.vocab_size

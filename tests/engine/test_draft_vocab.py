@@ -39,14 +39,14 @@ def recorded_drafts(speculator: Any) -> Iterator[set[int]]:
     """Every token that is drafted meanwhile."""
     drafted: set[int] = set()
 
-    def propose(batch: Any, original: Any = speculator.loop.propose) -> torch.Tensor:
+    def propose(batch: Any, original: Any = speculator.drafter.loop.propose) -> torch.Tensor:
         tokens: torch.Tensor = original(batch)
         drafted.update(tokens[:, : batch.num_draft_tokens].flatten().tolist())
         return tokens
 
-    speculator.loop.propose = propose
+    speculator.drafter.loop.propose = propose
     yield drafted
-    del speculator.loop.propose
+    del speculator.drafter.loop.propose
 
 
 def run(llm: Any) -> tuple[list[list[int]], set[int], list[float]]:
@@ -59,7 +59,7 @@ def run(llm: Any) -> tuple[list[list[int]], set[int], list[float]]:
 
 def test_the_same_text_from_fewer_tokens(ranking: Path) -> None:
     with engine("eagle_mrv2") as llm:
-        assert speculator_of(llm)._trimmed is None
+        assert speculator_of(llm).drafter.trimmed is None
         whole, drafted, whole_acceptance = run(llm)
         assert not drafted <= set(RANKING)
     acceptances = {}
@@ -94,7 +94,7 @@ def test_mtp(ranking: Path, tmp_path: Path) -> None:
 def test_weights_that_are_loaded_again(ranking: Path) -> None:
     with engine("eagle_mrv2", options=trimmed_to(900, ranking)) as llm:
         tokens, drafted, acceptance = run(llm)
-        kept = speculator_of(llm)._trimmed._kept
+        kept = speculator_of(llm).drafter.trimmed._kept
         with torch.inference_mode():
             kept.weight.zero_()
             kept.quant_method.process_weights_after_loading(kept)

@@ -55,12 +55,12 @@ def recorded_drafts(llm: Any) -> Iterator[list[tuple[int, int, int]]]:
     speculator = speculator_of(llm)
     passes = 0
 
-    def run(*args: Any, original: Any = speculator.run_draft_model, **kwargs: Any) -> Any:
+    def run(*args: Any, original: Any = speculator.drafter.adapter.run_draft_model, **kwargs: Any) -> Any:
         nonlocal passes
         passes += 1
         return original(*args, **kwargs)
 
-    def propose(batch: Any, original: Any = speculator.loop.propose) -> Any:
+    def propose(batch: Any, original: Any = speculator.drafter.loop.propose) -> Any:
         nonlocal passes
         passes = 0
         drafted = original(batch)
@@ -68,11 +68,11 @@ def recorded_drafts(llm: Any) -> Iterator[list[tuple[int, int, int]]]:
         drafts.append((batch.num_reqs, batch.num_draft_tokens, passes))
         return drafted
 
-    speculator.run_draft_model, speculator.loop.propose = run, propose
+    speculator.drafter.adapter.run_draft_model, speculator.drafter.loop.propose = run, propose
     try:
         yield drafts
     finally:
-        del speculator.run_draft_model, speculator.loop.propose
+        del speculator.drafter.adapter.run_draft_model, speculator.drafter.loop.propose
 
 
 @contextmanager

@@ -14,7 +14,7 @@ def test_drafts_keep_to_a_context_fitted_to_the_memory() -> None:
     with engine("eagle_mrv2", k=K, max_model_len=-1, max_num_seqs=1, kv_cache_memory_bytes=2**21) as llm:
         limit = llm.llm_engine.model_config.max_model_len
         speculator = speculator_of(llm)
-        assert speculator.max_model_len == speculator.loop.config.max_model_len == limit
+        assert speculator.max_model_len == speculator.drafter.loop.config.max_model_len == limit
         assert limit < speculator.draft_model_config.hf_config.max_position_embeddings
         # vLLM 0.27 counts the block that no request gets, and a request that needs it waits for ever.
         cache, prompts = runner_of(llm).vllm_config.cache_config, held_out_prompts(1)

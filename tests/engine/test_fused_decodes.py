@@ -75,7 +75,7 @@ def plain() -> list[list[int]]:
 def by_steps() -> list[float]:
     """Acceptance by position where the host builds the metadata of every step."""
     with engine("eagle_mrv2", k=K) as llm:
-        assert not speculator_of(llm).refreshes_in_graph
+        assert not speculator_of(llm).drafter.adapter.refreshes_in_graph
         acceptance = Acceptance(llm)
         greedy(llm, PROMPTS, TOKENS)
         return acceptance.by_position
@@ -103,7 +103,7 @@ def draft_phase_graphs(monkeypatch: pytest.MonkeyPatch, draft_decode_graphs: Dra
         rows, layers = torch.zeros(sizes[-1], speculator.hidden_size), 3 * (speculator.settings.family == "eagle3")
         outputs = SimpleNamespace(hidden_states=rows, aux_hidden_states=[rows.clone() for _ in range(layers)])
         speculator.target_graphs = lambda: outputs
-        loop, propose = speculator.loop, speculator.loop.propose
+        loop, propose = speculator.drafter.loop, speculator.drafter.loop.propose
         given, batches = {}, []
         capture_fresh = speculator.prefill_cudagraph_manager.capture_fresh
 
@@ -148,7 +148,7 @@ class Slots:
 def recorded(speculator: Any) -> Slots:
     """The slots of every refresh from now on; filled as they come."""
     slots = Slots()
-    loop, tables = speculator.loop, speculator.block_tables
+    loop, tables = speculator.drafter.loop, speculator.block_tables
     live = 0
 
     def begin(batch: Any, original: Any = speculator.begin_decode) -> None:
@@ -175,7 +175,7 @@ def recorded(speculator: Any) -> Slots:
 def test_one_pass_without_graphs(plain: list[list[int]], by_steps: list[float]) -> None:
     with engine("eagle_mrv2", k=K) as llm:
         speculator = speculator_of(llm)
-        assert speculator.refreshes_in_graph
+        assert speculator.drafter.adapter.refreshes_in_graph
         acceptance, slots = Acceptance(llm), recorded(speculator)
         assert greedy(llm, PROMPTS, TOKENS) == plain
         assert slots.right
@@ -276,7 +276,7 @@ def test_one_graph_keeps_the_logits_of_live_rows(draft_phase_graphs: Draw, compl
         speculator, unwritten = speculator_of(llm), 123.0
         replayed = draft_phase_graphs(llm)
         # As an earlier batch could have left it; greedy rows store nothing.
-        speculator.loop.buffers.idx_mapping.fill_(0)
+        speculator.drafter.loop.buffers.idx_mapping.fill_(0)
         speculator.temperature.fill_(0.8)
         speculator.draft_logits.fill_(unwritten)
         greedy(llm, PROMPTS[:3], 8, temperature=0.8, seed=3)

@@ -21,19 +21,19 @@ def stored_logits(llm: Any, prompts: list[str], temperatures: list[float]) -> li
     speculator = speculator_of(llm)
     logits: dict[str, list[torch.Tensor]] = {}
 
-    def propose(batch: Any, original: Any = speculator.loop.propose) -> Any:
+    def propose(batch: Any, original: Any = speculator.drafter.loop.propose) -> Any:
         drafted = original(batch)
         states = batch.source.idx_mapping_np[: batch.num_reqs]
         for name, state in zip(batch.source.req_ids, states, strict=True):
             logits.setdefault(name, []).append(speculator.draft_logits[int(state)].clone())
         return drafted
 
-    speculator.loop.propose = propose
+    speculator.drafter.loop.propose = propose
     try:
         params = [SamplingParams(temperature=heat, seed=7, max_tokens=10, ignore_eos=True) for heat in temperatures]
         outputs = llm.generate(prompts, params, use_tqdm=False)
     finally:
-        del speculator.loop.propose
+        del speculator.drafter.loop.propose
     by_order = sorted(logits, key=lambda name: int(name.split("-")[0]))
     return [
         (list(output.outputs[0].token_ids), torch.stack(logits[name]))

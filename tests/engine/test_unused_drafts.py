@@ -51,18 +51,18 @@ def recorded_phases(llm: Any) -> Iterator[list[tuple[list[bool], int, int]]]:
         useful[:] = [not request.is_prefill_chunk and request.max_tokens > 1 for request in scheduled]
         return original(output, *args, **kwargs)
 
-    def propose(batch: Any, original: Any = speculator.loop.propose) -> Any:
+    def propose(batch: Any, original: Any = speculator.drafter.loop.propose) -> Any:
         calls.update(sample=0, run_draft_model=0)
         drafted = original(batch)
         phases.append((list(useful), calls["sample"], calls["run_draft_model"]))
         return drafted
 
-    runner.execute_model, speculator.loop.propose = execute_model, propose
-    speculator.sample, speculator.run_draft_model = counted("sample"), counted("run_draft_model")
+    runner.execute_model, speculator.drafter.loop.propose = execute_model, propose
+    speculator.drafter.loop.sample, speculator.drafter.adapter.run_draft_model = counted("sample"), counted("run_draft_model")
     try:
         yield phases
     finally:
-        del runner.execute_model, speculator.loop.propose, speculator.sample, speculator.run_draft_model
+        del runner.execute_model, speculator.drafter.loop.propose, speculator.drafter.loop.sample, speculator.drafter.adapter.run_draft_model
 
 
 def check(phases: list[tuple[list[bool], int, int]]) -> None:

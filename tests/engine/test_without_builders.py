@@ -102,8 +102,8 @@ def counted_builds(llm: Any) -> Counter[int]:
 def recorded(speculator: Any) -> list[bool]:
     """For each draft decode from now on, whether its metadata is that of the tokens at hand; filled as they come."""
     right: list[bool] = []
-    buffers, tables = speculator.loop.buffers, speculator.block_tables
-    run = speculator.run_draft_model
+    buffers, tables = speculator.drafter.loop.buffers, speculator.block_tables
+    run = speculator.drafter.adapter.run_draft_model
 
     def running(num_tokens: int, attn_metadata: Any, *others: Any) -> Any:
         metadata = next(iter((attn_metadata or {}).values()), None)  # by layer; none in the profile run
@@ -118,7 +118,7 @@ def recorded(speculator: Any) -> list[bool]:
             )
         return run(num_tokens, attn_metadata, *others)
 
-    speculator.run_draft_model = running
+    speculator.drafter.adapter.run_draft_model = running
     return right
 
 
@@ -164,7 +164,7 @@ def test_one_graph_of_all_draft_decodes(by_builders: ByBuilders, draft_decode_gr
         speculator._asked_mode = CUDAGraphMode.FULL_DECODE_ONLY
         speculator._capture_sizes = (SIZES, SIZES[-1])  # below 0.28
         replayed = draft_decode_graphs(llm)
-        assert speculator.refreshes_in_graph
+        assert speculator.drafter.adapter.refreshes_in_graph
         acceptance, right = Acceptance(llm), recorded(speculator)
         assert greedy(llm, PROMPTS, TOKENS) == by_builders.tokens
         assert acceptance.by_position == pytest.approx(by_builders.acceptance, abs=0.03)

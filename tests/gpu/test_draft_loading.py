@@ -28,7 +28,7 @@ def test_draft_attends_by_its_own_backend(target: str, draft: str) -> None:
         assert set(of_draft.values()) == {draft}
         assert set(backends.values()) == {target}
         # Our kernel takes the place of FlashAttention's, and Triton's metadata is what the draft's own builder makes.
-        assert speculator._attends_by_ours is (draft == "FLASH_ATTN")
+        assert speculator.drafter.attends_by_ours is (draft == "FLASH_ATTN")
         assert {group.backend.get_name() for groups in speculator.attn_groups for group in groups} == {draft}
         acceptance = Acceptance(llm)
         assert greedy(llm, PROMPTS, TOKENS) == expected

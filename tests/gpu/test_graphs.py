@@ -122,7 +122,7 @@ def test_replayed_graphs_draft_what_stock_drafts(
             actual = [greedy(llm, prompts[:n], TOKENS) for n in (1, 3, 8)]
         assert actual == expected
         assert replays["prefill"] > 10
-        assert replays["decode"] >= (k > 1 if speculator.refreshes_in_graph else k - 1) * replays["prefill"]
+        assert replays["decode"] >= (k > 1 if speculator.drafter.adapter.refreshes_in_graph else k - 1) * replays["prefill"]
         # Three requests run in the graph of four: padded rows.
         assert replays["prefill of 4"] > 0
         assert k == 1 or replays["decode of 4"] > 0
@@ -263,7 +263,7 @@ def test_one_graph_holds_the_draft_phase(family: str) -> None:
                 for owner, name in (
                     (speculator, "combine"),
                     (speculator, "dispatch_prefill"),
-                    (speculator.loop, "_prepare_prefill"),
+                    (speculator.drafter.loop, "_prepare_prefill"),
                 )
             )
             with counted_replays(speculator) as replays, recorded_slots(speculator) as right:

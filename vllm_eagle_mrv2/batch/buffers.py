@@ -60,10 +60,6 @@ class TargetStates:
         """The hidden states that the draft reads."""
         return self.aux or (self.last,)
 
-    def rows(self, num_tokens: int) -> TargetStates:
-        """Return the first ``num_tokens`` rows of each."""
-        return TargetStates(self.last[:num_tokens], [each[:num_tokens] for each in self.aux])
-
 
 @dataclass(slots=True)
 class DraftBatch:
@@ -98,3 +94,4 @@ class DraftBatch:
     dummy_run: bool = False
     skip_attn: bool = False  # a dummy run without attention
     eager: bool = False  # a profiling run, without graphs
+    erases: bool = False  # the drafts of this batch become -1

@@ -7,36 +7,34 @@ descriptors, dispatch and replay.  vLLM finds and drops a speculator's managers 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+from vllm_eagle_mrv2.drafting.loop import ForwardInputs
 
 
 class CapturedAttentionState(NamedTuple):
-    """Dummy inputs of one warm-up or capture pass."""
+    """Dummy attention inputs, built for one warm-up or capture pass."""
 
-    num_reqs: int
-    num_tokens: int
     attn_metadata: Any
-    slot_mappings: Any
-    num_tokens_across_dp: Any
+    slot_mappings: Any  # by layer
+
+
+class AskedGraphs(NamedTuple):
+    """Graph settings as the user gave them; vLLM fits them to the target before the draft's graphs are made."""
+
+    mode: Any
+    capture_sizes: Any
+    max_capture_size: Any
+
+    @classmethod
+    def of(cls, compilation_config: Any) -> AskedGraphs:
+        """The settings of vLLM's ``CompilationConfig``, to be read before a speculator is made."""
+        config = compilation_config
+        return cls(config.cudagraph_mode, config.cudagraph_capture_sizes, config.max_cudagraph_capture_size)
 
 
 Pass = Callable[[Any], None]
 """A pass with its inputs bound; called with the CUDA graph mode."""
-
-
-class Forward(Protocol):
-    """A pass of the draft loop that can be captured."""
-
-    def __call__(
-        self,
-        num_reqs: int,
-        num_tokens: int,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        num_tokens_across_dp: Any,
-        mode: Any,
-        **kwargs: Any,
-    ) -> None: ...
 
 
 class FreshInputsCapture:
@@ -49,24 +47,24 @@ class FreshInputsCapture:
 
     def capture_fresh(
         self,
-        forward: Forward,
-        make_inputs: Callable[[Any], CapturedAttentionState],
+        forward: Callable[..., None],
+        make_inputs: Callable[[Any], ForwardInputs],
         label: str,
         arguments: Callable[[Any], dict[str, Any]] = lambda descriptor: {},
     ) -> None:
         """Warm up and capture every descriptor of this manager.
 
         Args:
-            forward: the pass to capture.
+            forward: the pass of the draft loop to capture, called with its inputs.
             make_inputs: descriptor -> dummy inputs, made outside the graph.
             label: progress bar text.
-            arguments: descriptor -> further keyword arguments of the pass.
+            arguments: descriptor -> keyword arguments of the pass.
         """
 
         def make_pass(descriptor: Any) -> Pass:
             inputs = make_inputs(descriptor)
             further = arguments(descriptor)
-            return lambda mode: forward(*inputs, mode, **further)
+            return lambda mode: forward(inputs._replace(mode=mode), **further)
 
         # The release's own capture loop: PIECEWISE before FULL, warm-up before capture, the target's memory pool.
         super().capture(self.pass_factory(make_pass), label)  # type: ignore[misc]
@@ -82,6 +80,14 @@ class PrefillCapture(FreshInputsCapture):
 
 class DecodeCapture(FreshInputsCapture):
     """Draft decode: one token per request, FULL_DECODE_ONLY or NONE."""
+
+
+class CollectsAttentionState:
+    """Supports a capture loop that also collects the attention state of each pass; returns None for it."""
+
+    def pass_factory(self, make_pass: Callable[[Any], Pass]) -> Callable[..., tuple[Pass, None]]:
+        """Return the factory that the capture loop calls before each pass."""
+        return lambda descriptor, warmup=False: (make_pass(descriptor), None)
 
 
 def decode_mode(target_mode: Any, *, full_decode_only: bool) -> Any:

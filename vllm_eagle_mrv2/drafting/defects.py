@@ -12,18 +12,18 @@ import torch
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, SlotTable
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.drafting.loop import DraftLoop, GraphRun
+from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs, GraphRun
 
 
 class _LogitsOfTheFirstStepAlone(DraftLoop):
     """Draft decodes store no logits, and draft greedily (before #37639)."""
 
     def decode(self, *args: Any, **kwargs: Any) -> None:
-        kept, self.adapter.draft_logits = self.adapter.draft_logits, None
+        kept, self.sample = self.sample, self.adapter.sample_unstored
         try:
             super().decode(*args, **kwargs)
         finally:
-            self.adapter.draft_logits = kept
+            self.sample = kept
 
 
 class _MetadataOfTheFirstStep(DraftLoop):
@@ -36,14 +36,10 @@ class _MetadataOfTheFirstStep(DraftLoop):
             self._first = super()._build_metadata(batch, run, step)
         return self._first
 
-    def _refresh_metadata(
-        self, num_reqs: int, num_tokens: int, attn_metadata: Any, step: int, slots_known: bool
-    ) -> Any:
-        if step > 1:
-            return attn_metadata
-        return super()._refresh_metadata(num_reqs, num_tokens, attn_metadata, step, slots_known)
+    def _refresh_metadata(self, inputs: ForwardInputs, step: int, *, slots_known: bool) -> ForwardInputs:
+        return inputs if step > 1 else super()._refresh_metadata(inputs, step, slots_known=slots_known)
 
-    def _slots_ahead(self, attn_metadata: Any) -> SlotTable | None:
+    def _slots_ahead(self, inputs: ForwardInputs) -> SlotTable | None:
         return None
 
 

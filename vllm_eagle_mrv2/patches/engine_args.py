@@ -142,7 +142,7 @@ def our_speculator(original: Function) -> Function:
         from vllm_eagle_mrv2 import patches, releases
 
         patches.apply(patches.Scope.WORKER, releases.installed_version())
-        speculator = releases.installed_release().make_speculator(vllm_config, device, settings)
+        speculator = releases.installed_release().speculator_class(settings.family)(vllm_config, device)
         mark(speculator, settings)
         return speculator
 

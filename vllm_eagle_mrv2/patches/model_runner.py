@@ -7,26 +7,19 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_eagle_mrv2.config.draft_config import takes_auxiliary_states
+from vllm_eagle_mrv2.drafting.drafter import drafter_of
 from vllm_eagle_mrv2.patches.wrap import Function
-from vllm_eagle_mrv2.releases.common import StockAdapter
-from vllm_eagle_mrv2.releases.unused_drafts import keep_longest_lengths
-
-
-class TakesTargetInputs:
-    """A speculator that needs the target's input buffers and attention groups."""
-
-    target_input_buffers: Any = None
-    target_attn_groups: Any = None
 
 
 def without_unread_states(original: Function) -> Function:
     """Wrap ``load_model``: the target returns no auxiliary hidden states if the head does not take them."""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.speculator, StockAdapter) and not takes_auxiliary_states(self.speculative_config):
+        if drafter_of(self.speculator) is not None and not takes_auxiliary_states(self.speculative_config):
             self.use_aux_hidden_state_outputs = False
         return original(self, *args, **kwargs)
 
@@ -38,19 +31,33 @@ def states_handed_over(original: Function) -> Function:
 
     def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        speculator = self.speculator
-        if isinstance(speculator, StockAdapter):
-            speculator.req_states = self.req_states
+        drafter = drafter_of(self.speculator)
+        if drafter is not None:
             keep_longest_lengths(self.req_states, self.sampler)
-            speculator.sampling_states = getattr(self.sampler, "sampling_states", None)
-            speculator.target_graphs = lambda: self.cudagraph_manager  # elastic scaling replaces it
-            if isinstance(speculator, TakesTargetInputs):
-                speculator.target_input_buffers = self.input_buffers
-                speculator.target_attn_groups = self.attn_groups
-            speculator.announce()
+            drafter.adapter.req_states = self.req_states
+            drafter.adapter.sampling_states = getattr(self.sampler, "sampling_states", None)
+            drafter.graphs.target_graphs = lambda: self.cudagraph_manager  # elastic scaling replaces it
+            if drafter.adapter.takes_target_inputs:
+                self.speculator.target_input_buffers = self.input_buffers
+                self.speculator.target_attn_groups = self.attn_groups
+            drafter.announce()
         return result
 
     return initialize_kv_cache
+
+
+def keep_longest_lengths(req_states: Any, sampler: Any) -> None:
+    """Add ``max_seq_len``, the final length of each request, to the runner's states, as 0.23 and later have it."""
+    if sampler is None or hasattr(req_states, "max_seq_len"):
+        return
+    longest = req_states.max_seq_len = np.zeros(req_states.max_num_reqs, dtype=np.int32)
+    original = sampler.add_request
+
+    def add_request(req_idx: int, prompt_len: int, sampling_params: Any) -> Any:
+        longest[req_idx] = prompt_len + sampling_params.max_tokens
+        return original(req_idx, prompt_len, sampling_params)
+
+    sampler.add_request = add_request
 
 
 def draft_captured(original: Function) -> Function:
@@ -61,7 +68,7 @@ def draft_captured(original: Function) -> Function:
 
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> int:
         size: int = original(self, *args, **kwargs)
-        return size + _capture_draft(self) if isinstance(self.speculator, StockAdapter) else size
+        return size if drafter_of(self.speculator) is None else size + _capture_draft(self)
 
     return capture_model
 
@@ -71,8 +78,9 @@ def warm_up_forgotten(original: Function) -> Function:
 
     def warmup_kernels(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(runner, *args, **kwargs)
-        if isinstance(runner.speculator, StockAdapter):
-            runner.speculator.loop.counter.clear()
+        drafter = drafter_of(runner.speculator)
+        if drafter is not None:
+            drafter.loop.counter.clear()
         return result
 
     return warmup_kernels
@@ -88,7 +96,7 @@ def tables_in_place(original: Function) -> Function:
         tables = self.block_tables
         old = {name: value for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
         original(self)
-        if isinstance(self.speculator, StockAdapter):
+        if drafter_of(self.speculator) is not None:
             with torch.inference_mode():  # the old tensors may be inference tensors
                 for name, tensor in old.items():
                     tensor.copy_(getattr(tables, name))
@@ -124,7 +132,7 @@ def _capture_draft(runner: Any) -> int:
         if is_workspace_manager_initialized():
             # Keep the workspace that the graphs were captured with.  Stock locks the workspace after capture; here it
             # may still grow: eager passes that need more get new memory, and the graphs keep using this one.
-            speculator.graph_scratch = current_workspace_manager().get_simultaneous(((1,), torch.uint8))
+            speculator.drafter.graphs.scratch = current_workspace_manager().get_simultaneous(((1,), torch.uint8))
     if hasattr(runner.kv_connector, "reset_capture_state"):
         runner.kv_connector.reset_capture_state()
     taken = int(free - torch.cuda.mem_get_info()[0])

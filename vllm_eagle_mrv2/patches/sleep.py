@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
+from vllm_eagle_mrv2.drafting.drafter import drafter_of
 from vllm_eagle_mrv2.patches.wrap import Function
-from vllm_eagle_mrv2.releases.common import StockAdapter
 
 
 def buffers_saved(original: Function) -> Function:
     """Wrap ``Worker.sleep``: a level-2 sleep first copies the draft's buffers to the CPU."""
 
     def sleep(self: Any, level: int = 1) -> None:
-        speculator = getattr(self.model_runner, "speculator", None)
-        if level == 2 and isinstance(speculator, StockAdapter):
-            speculator.saved_buffers = {
-                name: buffer.to("cpu", copy=True) for name, buffer in speculator.model.named_buffers()
+        drafter = drafter_of(getattr(self.model_runner, "speculator", None))
+        if level == 2 and drafter is not None:
+            drafter.saved_buffers = {
+                name: buffer.to("cpu", copy=True) for name, buffer in drafter.stock.model.named_buffers()
             }
         original(self, level)
 
@@ -32,12 +32,12 @@ def buffers_restored(original: Function) -> Function:
 
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
         original(self, tags)
-        speculator = getattr(self.model_runner, "speculator", None)
-        if isinstance(speculator, StockAdapter) and (tags is None or "weights" in tags):
+        drafter = drafter_of(getattr(self.model_runner, "speculator", None))
+        if drafter is not None and (tags is None or "weights" in tags):
             with torch.inference_mode():  # the buffers may be inference tensors
-                for name, buffer in speculator.model.named_buffers():
-                    if name in speculator.saved_buffers:
-                        buffer.copy_(speculator.saved_buffers[name])
-            speculator.saved_buffers = {}
+                for name, buffer in drafter.stock.model.named_buffers():
+                    if name in drafter.saved_buffers:
+                        buffer.copy_(drafter.saved_buffers[name])
+            drafter.saved_buffers = {}
 
     return wake_up

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+from vllm_eagle_mrv2.drafting.drafter import drafter_of
 from vllm_eagle_mrv2.patches.wrap import Function
-
-
-@runtime_checkable
-class CopiesWeights(Protocol):
-    """A speculator that holds copies of its draft's or target's weights."""
-
-    def renew_copied_weights(self) -> None:
-        """Copy the weights again, into the same memory."""
 
 
 def copies_renewed(original: Function) -> Function:
@@ -20,9 +13,9 @@ def copies_renewed(original: Function) -> Function:
 
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        speculator = getattr(self.model_runner, "speculator", None)
-        if isinstance(speculator, CopiesWeights):
-            speculator.renew_copied_weights()
+        drafter = drafter_of(getattr(self.model_runner, "speculator", None))
+        if drafter is not None:
+            drafter.renew_copied_weights()
         return result
 
     return update

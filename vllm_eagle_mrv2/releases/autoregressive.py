@@ -10,14 +10,13 @@ from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
-import torch
 from packaging.version import Version
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch
 from vllm_eagle_mrv2.drafting.loop import GraphRun
 from vllm_eagle_mrv2.releases import installed_version
-from vllm_eagle_mrv2.releases.draft_lengths import FollowsSchedule, hidden_schedule
+from vllm_eagle_mrv2.releases.draft_lengths import hidden_schedule
 from vllm_eagle_mrv2.releases.fused import FusedAdapter
 from vllm_eagle_mrv2.releases.surface import class_path
 
@@ -44,42 +43,38 @@ def refresh_is_complete(attn_groups: Any) -> bool:
     )
 
 
-class AutoRegressiveAdapter(FollowsSchedule, FusedAdapter):
+class AutoRegressiveAdapter(FusedAdapter):
     """Adapter of the releases with speculators based on ``AutoRegressiveSpeculator``."""
 
-    use_fused_multi_step_decode: bool
+    chooses_length = True
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
-        self._rebuild_before_replay = True
-
-    def _decode_capture_sizes(self) -> AbstractContextManager[None]:
-        return hidden_schedule(self.speculative_config)
-
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        super().set_attn(*args, **kwargs)
-        self._rebuild_before_replay = not (self.needs_no_builder or refresh_is_complete(self.attn_groups))
+    def decode_capture_sizes(self) -> AbstractContextManager[None]:
+        return hidden_schedule(self.stock.speculative_config)
 
     @property
     def builders_refresh(self) -> bool:
-        return self.use_fused_multi_step_decode
+        return bool(self.stock.use_fused_multi_step_decode)
+
+    def take_attention(self, *, by_ours: bool) -> None:
+        super().take_attention(by_ours=by_ours)
+        self.rebuilds_before_replay = not (self.needs_no_builder or refresh_is_complete(self.stock.attn_groups))
 
     @property
     def decodes_follow_prefill(self) -> bool:
-        return super().decodes_follow_prefill and not self._rebuild_before_replay
+        return super().decodes_follow_prefill and not self.rebuilds_before_replay
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
         if batch.dummy_run and _SLOTS_FOR_IDLE_ROWS:
             # Rows without tokens get no slots, eagerly and in a graph.
-            self.loop.buffers.query_start_loc.zero_()
+            self.buffers.query_start_loc.zero_()
         return super().dispatch_decode(batch)
 
     def decode_dp_sync(self, batch: DraftBatch) -> tuple[Any, int]:
         return super().decode_dp_sync(batch) if _KNOWS_DECODE_DP_SYNC else (None, batch.num_reqs)
 
-    def uniform_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> Any:
+    def build_by_builders(self, batch: DraftBatch, run: GraphRun, step: int) -> Any:
         if _BUILDS_BY_DESCRIPTOR:
-            return super().uniform_metadata(batch, run, step)
+            return super().build_by_builders(batch, run, step)
         return self._build_before_0_30(batch, run, step)
 
     def ragged_metadata(self, batch: DraftBatch, run: GraphRun) -> Any:
@@ -88,17 +83,16 @@ class AutoRegressiveAdapter(FollowsSchedule, FusedAdapter):
         return self._build_before_0_30(batch, run, step=0, query_start_loc_np=batch.source.query_start_loc_np)
 
     def _build_before_0_30(self, batch: DraftBatch, run: GraphRun, step: int, **layout: Any) -> Any:
-        stock: Any = self
-        return stock._build_draft_attn_metadata(
+        return self.stock._build_draft_attn_metadata(
             num_reqs=batch.num_reqs,
             num_reqs_padded=run.descriptor.num_reqs or batch.num_reqs,
-            num_tokens_padded=run.num_tokens,
+            num_tokens_padded=run.descriptor.num_tokens,
             seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
             step=step,
             **layout,
         )
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
-        if self._rebuild_before_replay:
-            self.compute_slot_mappings(batch.num_reqs, run.num_tokens)
-            self.uniform_metadata(batch, run, step=1)
+        if self.rebuilds_before_replay:
+            self.map_decode_slots(batch.num_reqs, run.descriptor.num_tokens)
+            self.build_by_builders(batch, run, step=1)

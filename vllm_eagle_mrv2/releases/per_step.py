@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,13 +20,13 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.draft_model.sampling import OwnSampling
-from vllm_eagle_mrv2.drafting.capture import DecodeCapture, PrefillCapture
-from vllm_eagle_mrv2.drafting.graphs import longest_query
-from vllm_eagle_mrv2.drafting.loop import GraphRun
+from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.draft_model.sampling import sample_and_store
+from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, DecodeCapture, PrefillCapture
+from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.releases.common import StockAdapter
-from vllm_eagle_mrv2.releases.draft_lengths import FollowsSchedule, hidden_schedule
+from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, longest_query
+from vllm_eagle_mrv2.releases.draft_lengths import hidden_schedule
 from vllm_eagle_mrv2.releases.surface import class_path
 
 _CAPTURABLE_BUILDERS = frozenset(
@@ -47,56 +46,56 @@ class DecodeEagleCudaGraphManager(DecodeCapture, CudaGraphManager):
     """Graphs of the draft decodes, in the target's memory pool."""
 
 
-class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
+class PerStepAdapter(ReleaseAdapter):
     """Adapter of the releases with builders that cannot refresh the metadata of draft decodes."""
 
     sample_offset = 0
+    chooses_length = True
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
-    prefill_manager_class: type[PrefillCapture] = PrefillEagleCudaGraphManager
-    decode_manager_class: type[DecodeCapture] = DecodeEagleCudaGraphManager
-    builders_refresh = False  # set in `set_attn`
+    prefill_manager_class = PrefillEagleCudaGraphManager
+    decode_manager_class = DecodeEagleCudaGraphManager
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        # Saved before the target's graph manager rounds them to multiples of K + 1 (0.20 to 0.24).
-        compilation = vllm_config.compilation_config
-        self._capture_sizes = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size)
-        super().__init__(vllm_config, device)
-        if self.options.draft_logits_dtype == "head" and self.draft_logits is not None:
+    def __init__(self, stock: Any, options: Options, asked: AskedGraphs) -> None:
+        super().__init__(stock, options, asked)
+        if options.draft_logits_dtype == "head" and stock.draft_logits is not None:
             raise EagleMRV2Error(
                 "draft_logits_dtype=head is not exact below vLLM 0.28, whose rejection sampler reads logits after "
                 "temperature; leave it at float32."
             )
-        self._capturing = False
 
     @contextlib.contextmanager
-    def _decode_capture_sizes(self) -> Iterator[None]:
-        """Restore the requested capture sizes: draft decodes run one token per request, not K + 1."""
-        compilation = self.vllm_config.compilation_config
-        rounded = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size)
-        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = self._capture_sizes
+    def decode_capture_sizes(self) -> Iterator[None]:
+        """Restore the requested capture sizes: draft decodes run one token per request, not K + 1.
+
+        The target's graph manager rounds them to multiples of K + 1 (0.20 to 0.24).
+        """
+        compilation = self.stock.vllm_config.compilation_config
+        rounded = AskedGraphs.of(compilation)
+        compilation.cudagraph_capture_sizes = self.asked.capture_sizes
+        compilation.max_cudagraph_capture_size = self.asked.max_capture_size
         try:
-            with hidden_schedule(self.speculative_config):
+            with hidden_schedule(self.stock.speculative_config):
                 yield
         finally:
-            compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = rounded
+            compilation.cudagraph_capture_sizes = rounded.capture_sizes
+            compilation.max_cudagraph_capture_size = rounded.max_capture_size
 
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        super().set_attn(*args, **kwargs)
-        self.builders_refresh = self.block_tables.cp_size == 1 and all(map(_builds_on_device, self._builders()))
+    def take_attention(self, *, by_ours: bool) -> None:
+        super().take_attention(by_ours=by_ours)
+        self.refreshes_in_graph = (
+            self.refreshes_in_graph
+            and self.draft_lengths is None  # a graph contains a fixed number of steps
+            and self.options.enabled(Behaviour.FUSED_DRAFT_DECODE)
+        )
 
-    def propose(self, *batch: Any, num_tokens_across_dp: Any = None, **how: Any) -> torch.Tensor:
-        """Return draft tokens [num_reqs, K] int64; like stock, ignores ``num_tokens_across_dp``."""
-        return self._propose(*batch, **how)
+    @property
+    def builders_refresh(self) -> bool:
+        return self.stock.block_tables.cp_size == 1 and all(map(_builds_on_device, self.builders()))
 
-    # Hooks that the stock speculators of these releases lack.
+    def decodes_fused(self, run: GraphRun) -> bool:
+        return run.full and self.refreshes_in_graph
 
-    def on_prefill_begin(self, num_reqs: int) -> None: ...
-
-    def on_prefill_end(self, num_reqs: int) -> None: ...
-
-    def on_multi_step_decode_begin(self, num_reqs: int) -> None: ...
-
-    def on_multi_step_decode_end(self, num_reqs: int) -> None: ...
+    # Dispatch
 
     def query_len(self, batch: DraftBatch, num_tokens: int) -> int | None:
         # Only scheduled tokens count; the padding of the target's graph belongs to no query.
@@ -105,10 +104,10 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
 
     def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
         query_len = self.query_len(batch, num_tokens)
-        return self._dispatch(self.prefill_cudagraph_manager, batch, num_tokens_padded, query_len)
+        return self._dispatch(self.stock.prefill_cudagraph_manager, batch, num_tokens_padded, query_len)
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
-        return self._dispatch(self.decode_cudagraph_manager, batch, batch.num_reqs, 1)
+        return self._dispatch(self.stock.decode_cudagraph_manager, batch, batch.num_reqs, 1)
 
     def _dispatch(self, manager: Any, batch: DraftBatch, num_tokens: int, query_len: int | None) -> GraphRun:
         descriptor, across_dp = dispatch_cg_and_sync_dp(
@@ -116,126 +115,100 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
             batch.num_reqs,
             num_tokens,
             query_len,
-            dp_size=self.dp_size,
-            dp_rank=self.dp_rank,
+            dp_size=self.stock.dp_size,
+            dp_rank=self.stock.dp_rank,
             need_eager=batch.eager,
         )
-        full = descriptor.cg_mode == CUDAGraphMode.FULL
-        return GraphRun(descriptor, descriptor.cg_mode, full, descriptor.num_tokens, across_dp)
+        return GraphRun(manager, descriptor, descriptor.cg_mode == CUDAGraphMode.FULL, across_dp)
 
-    def capture(self) -> None:
-        self._capturing = True
-        try:
-            super().capture()
-        finally:
-            self._capturing = False
-
-    @property
-    def refreshes_in_graph(self) -> bool:
-        return (
-            (self.needs_no_builder or self.builders_refresh)
-            and self._draft_lengths is None  # a graph contains a fixed number of steps
-            and self.options.enabled(Behaviour.FUSED_DRAFT_DECODE)
-        )
-
-    def decodes_fused(self, run: GraphRun) -> bool:
-        return run.full and self.refreshes_in_graph
-
-    def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
-        buffers = self.loop.buffers
-        self.block_tables.compute_slot_mappings(
-            # Padded rows have no tokens, so their idx_mapping of -1 is not looked up.
-            buffers.idx_mapping[:num_reqs],
-            buffers.query_start_loc[: num_reqs + 1],
-            buffers.positions[:num_reqs],
-            num_tokens,
-        )
-
-    def refresh_by_builders(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
-        slot_mappings = self.block_tables.slot_mappings[:, :num_tokens]
-        with _schedules_kept(chain.from_iterable(self.attn_groups)):
-            return self._build(
-                num_reqs,
-                num_tokens,
-                _decode_query_start_loc(num_reqs, num_reqs),
-                1,
-                slot_mappings,
-                None,
-                max_seq_len=self.max_model_len,
-            )
-
-    def before_forward(self, num_tokens: int) -> None:
-        # A captured graph would keep the padded number of tokens.
-        if not self._capturing:
-            super().before_forward(num_tokens)
+    # Passes
 
     def begin_decode(self, batch: DraftBatch) -> None:
         self.before_forward(batch.num_reqs)
 
+    def before_forward(self, num_tokens: int) -> None:
+        # A captured graph would keep the padded number of tokens.
+        if not self.capturing:
+            super().before_forward(num_tokens)
+
+    def sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return sample_and_store(self.stock, self.buffers, hidden_states, after_temperature=True)
+
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         if batch.dummy_run:
             # The rows of a dummy run map to no request; without tokens, no block table is read for them.
-            self.loop.buffers.query_start_loc.zero_()
+            self.buffers.query_start_loc.zero_()
+
+    # Metadata of draft decodes
 
     def decode_slot_mappings(self, batch: DraftBatch, num_tokens: int) -> torch.Tensor:
         if batch.dummy_run:
             # The rows map to no request, and the kernel of these releases does not skip them.
-            dummy: torch.Tensor = self.block_tables.get_dummy_slot_mappings(num_tokens)
+            dummy: torch.Tensor = self.stock.block_tables.get_dummy_slot_mappings(num_tokens)
             return dummy
-        self.map_decode_slots(batch.num_reqs, num_tokens)
-        slots: torch.Tensor = self.block_tables.slot_mappings[:, :num_tokens]
-        return slots
+        return super().decode_slot_mappings(batch, num_tokens)
 
-    def build_by_builders(self, batch: DraftBatch, run: GraphRun, step: int, slot_mappings: torch.Tensor) -> Any:
+    def refresh_by_builders(self, inputs: ForwardInputs) -> Any:
+        num_reqs = inputs.num_reqs
+        with _schedules_kept(self.builders()):
+            return self._build(
+                num_reqs,
+                inputs.num_tokens,
+                _decode_query_start_loc(num_reqs, num_reqs),
+                max_query_len=1,
+                length_bounds=None,
+                max_seq_len=self.stock.max_model_len,
+            )
+
+    def build_by_builders(self, batch: DraftBatch, run: GraphRun, step: int) -> Any:
         rows = run.descriptor.num_reqs or batch.num_reqs
         return self._build(
             rows,
-            run.num_tokens,
+            run.descriptor.num_tokens,
             _decode_query_start_loc(batch.num_reqs, rows),
-            1,
-            slot_mappings,
-            self._length_bounds(batch, rows, step),
+            max_query_len=1,
+            length_bounds=self._length_bounds(batch, rows, step),
         )
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
-        live, source = batch.num_reqs, batch.source
+        live, source, num_tokens = batch.num_reqs, batch.source, run.descriptor.num_tokens
         rows = run.descriptor.num_reqs or live
-        slot_mappings = self.block_tables.slot_mappings[:, : run.num_tokens]
         starts = torch.full((rows + 1,), batch.num_tokens, dtype=torch.int32)
         starts[: live + 1] = torch.from_numpy(source.query_start_loc_np[: live + 1])
         attn_metadata = self._build(
             rows,
-            run.num_tokens,
+            num_tokens,
             starts,
-            int(source.num_scheduled_tokens.max()),
-            slot_mappings,
-            batch.seq_lens_cpu_upper_bound,
+            max_query_len=int(source.num_scheduled_tokens.max()),
+            length_bounds=batch.seq_lens_cpu_upper_bound,
         )
-        return attn_metadata, build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config)
+        slot_mappings = self.stock.block_tables.slot_mappings[:, :num_tokens]
+        return attn_metadata, build_slot_mappings_by_layer(slot_mappings, self.stock.kv_cache_config)
 
     def _build(
         self,
         rows: int,
         num_tokens: int,
         query_start_loc_cpu: torch.Tensor,
+        *,
         max_query_len: int,
-        slot_mappings: torch.Tensor,
         length_bounds: torch.Tensor | None,
         max_seq_len: int | None = None,
     ) -> Any:
-        buffers = self.loop.buffers
+        buffers, stock = self.buffers, self.stock
+        tables = stock.block_tables
         return build_attn_metadata(
-            attn_groups=self.attn_groups,
+            attn_groups=stock.attn_groups,
             num_reqs=rows,
             num_tokens=num_tokens,
             query_start_loc_gpu=buffers.query_start_loc[: rows + 1],
             query_start_loc_cpu=query_start_loc_cpu,
             max_query_len=max_query_len,
             seq_lens=buffers.seq_lens[:rows],
-            max_seq_len=self.draft_max_seq_len if max_seq_len is None else max_seq_len,
-            block_tables=[table[:rows] for table in self.block_tables.input_block_tables],
-            slot_mappings=slot_mappings,
-            kv_cache_config=self.kv_cache_config,
+            max_seq_len=stock.draft_max_seq_len if max_seq_len is None else max_seq_len,
+            block_tables=[table[:rows] for table in tables.input_block_tables],
+            slot_mappings=tables.slot_mappings[:, :num_tokens],
+            kv_cache_config=stock.kv_cache_config,
             # Without a bound some builders copy the lengths from the device, with one synchronization per step.
             seq_lens_cpu_upper_bound=length_bounds,
         )
@@ -245,22 +218,26 @@ class PerStepAdapter(FollowsSchedule, OwnSampling, StockAdapter):
         bound = torch.zeros(rows, dtype=torch.int32)
         live = batch.num_reqs
         torch.add(batch.seq_lens_cpu_upper_bound[:live], step, out=bound[:live])
-        return bound.clamp_(max=self.max_model_len)
+        return bound.clamp_(max=self.stock.max_model_len)
+
+    # Capture
 
     def prepare_capture(
-        self, manager: Any, descriptor: Any, num_reqs: int, num_tokens: int, input_buffers: Any, attn_groups: Any
-    ) -> tuple[Any, Any]:
-        attn_metadata, slot_mappings = prepare_inputs_to_capture(
-            num_reqs,
-            num_tokens,
-            self.model_state,
-            input_buffers,
-            self.block_tables,
-            attn_groups,
-            self.kv_cache_config,
-            **self.capture_options(descriptor.cg_mode == CUDAGraphMode.PIECEWISE, manager),
+        self, manager: Any, descriptor: Any, num_reqs: int, input_buffers: Any, attn_groups: Any
+    ) -> CapturedAttentionState:
+        stock = self.stock
+        return CapturedAttentionState(
+            *prepare_inputs_to_capture(
+                num_reqs,
+                descriptor.num_tokens,
+                stock.model_state,
+                input_buffers,
+                stock.block_tables,
+                attn_groups,
+                stock.kv_cache_config,
+                **self.capture_options(descriptor.cg_mode == CUDAGraphMode.PIECEWISE, manager),
+            )
         )
-        return attn_metadata, slot_mappings
 
     def capture_options(self, piecewise: bool, manager: Any) -> dict[str, bool]:
         """Return the arguments that tell the preparation of dummy inputs about the kind of graph."""
@@ -288,12 +265,11 @@ class _Schedule:
 
 
 @contextlib.contextmanager
-def _schedules_kept(groups: Iterable[Any]) -> Iterator[None]:
+def _schedules_kept(builders: Iterable[Any]) -> Iterator[None]:
     """Keep schedules that are built during a capture in the graph's own memory.
 
     The builder's buffer would add a copy and a fill at every draft step.
     """
-    builders = [group.get_metadata_builder(0) for group in groups]
     buffers = [(builder, builder.scheduler_metadata) for builder in builders if hasattr(builder, "scheduler_metadata")]
     try:
         for builder, _ in buffers:

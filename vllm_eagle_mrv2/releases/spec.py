@@ -41,7 +41,7 @@ ALWAYS_OURS = frozenset(
 
 @dataclass(frozen=True)
 class Release:
-    """One series of vLLM releases as data; its speculators are imported only when one is made."""
+    """One series of vLLM releases as data; its adapter is imported only when a speculator is made."""
 
     name: str
     series: tuple[str, ...]
@@ -50,8 +50,8 @@ class Release:
     """Every symbol of vLLM's private modules that the adapter relies on."""
     stock: Mapping[Behaviour, str]
     """Behaviours that the stock speculator has as well -> version specifier of the releases where it has them."""
-    speculators: str
-    """Module with ``speculator_class(family)``; importing it imports vLLM's private modules."""
+    adapter: str
+    """Module with the release's ``Adapter``, a `ReleaseAdapter`; importing it imports vLLM's private modules."""
     not_offered: Mapping[Behaviour, str] = field(default_factory=dict)
     """Behaviours of settings that vLLM lacks or refuses -> version specifier of the releases where it does."""
     families: tuple[Family, ...] = FAMILIES
@@ -120,10 +120,11 @@ class Release:
                 "use tensor parallelism, or an EAGLE-1 head."
             )
 
-    def make_speculator(self, vllm_config: Any, device: Any, settings: Settings) -> Any:
-        """Make this package's speculator for a marked configuration, a subclass of the stock one."""
-        module = importlib.import_module(self.speculators)
-        return module.speculator_class(settings.family)(vllm_config, device)
+    def speculator_class(self, family: Family) -> type:
+        """Return this package's speculator class for a family, a subclass of vLLM's."""
+        from vllm_eagle_mrv2.drafting.drafter import make_speculator_class
+
+        return make_speculator_class(importlib.import_module(self.adapter).Adapter, family)
 
 
 class ReleaseSpec:

@@ -18,7 +18,7 @@ from vllm_eagle_mrv2.config.method import METHOD, Settings
 from vllm_eagle_mrv2.kernels.measured import about
 
 if TYPE_CHECKING:
-    from vllm_eagle_mrv2.releases.common import StockAdapter
+    from vllm_eagle_mrv2.drafting.drafter import Drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,51 +66,52 @@ class Facts:
     dynamic: bool
 
     @classmethod
-    def of(cls, draft: StockAdapter) -> Facts:
-        """The facts of a speculator that is ready for graph capture."""
+    def of(cls, drafter: Drafter) -> Facts:
+        """The facts of a drafter that is ready for graph capture."""
         import vllm
 
         from vllm_eagle_mrv2.releases import installed_version
 
-        release, logits, trimmed, tables = installed_version(), draft.draft_logits, draft._trimmed, draft.block_tables
-        decode_graphs = draft.num_speculative_steps > 1 and any(draft.decode_cudagraph_manager._capture_descs.values())
-        draft_argmax = logits is None and draft._head is not None
+        stock, adapter, graphs, options = drafter.stock, drafter.adapter, drafter.graphs, drafter.options
+        version, logits, trimmed, tables = installed_version(), stock.draft_logits, drafter.trimmed, stock.block_tables
+        decode_graphs = stock.num_speculative_steps > 1 and any(stock.decode_cudagraph_manager._capture_descs.values())
+        draft_argmax = logits is None and adapter.head is not None
         return cls(
             vllm=vllm.__version__,
-            adapter=draft.release.name,
-            settings=draft.settings,
-            num_draft_tokens=draft.num_speculative_steps,
+            adapter=adapter.release.name,
+            settings=drafter.settings,
+            num_draft_tokens=stock.num_speculative_steps,
             draft_logits=None if logits is None else _size(logits),
             draft_vocab=None if trimmed is None else f"{trimmed.size} of {trimmed.vocab_size}",
             ours=frozenset(
-                b for b in Behaviour if draft.release.supplier(b, release) == METHOD and draft.options.enabled(b)
+                b for b in Behaviour if adapter.release.supplier(b, version) == METHOD and options.enabled(b)
             ),
-            asked_mode=draft._asked_mode or draft._target_mode,
-            target_mode=draft._target_mode,
-            prefill_mode=draft.prefill_cudagraph_manager.cudagraph_mode,
-            decode_mode=draft.decode_cudagraph_manager.cudagraph_mode,
+            asked_mode=graphs.asked_mode or graphs.target_mode,
+            target_mode=graphs.target_mode,
+            prefill_mode=stock.prefill_cudagraph_manager.cudagraph_mode,
+            decode_mode=stock.decode_cudagraph_manager.cudagraph_mode,
             decode_graphs=decode_graphs,
-            fused=decode_graphs and draft.refreshes_in_graph,
-            one_graph=bool(draft._find_phase_graphs()),
-            slots_ahead=draft.slot_table is not None,
-            backends=", ".join(sorted({group.backend.get_name() for group in chain.from_iterable(draft.attn_groups)})),
-            needs_no_builder=draft.needs_no_builder,
-            builders_refresh=draft.builders_refresh,
-            host_builds=getattr(draft, "_rebuild_before_replay", False),
+            fused=decode_graphs and adapter.refreshes_in_graph,
+            one_graph=bool(graphs.find_phase_graphs()),
+            slots_ahead=drafter.loop.slot_table is not None,
+            backends=", ".join(sorted({group.backend.get_name() for group in chain.from_iterable(stock.attn_groups)})),
+            needs_no_builder=adapter.needs_no_builder,
+            builders_refresh=adapter.builders_refresh,
+            host_builds=adapter.rebuilds_before_replay,
             kv_cache_groups=tables.num_kv_cache_groups,
             context_parallel=tables.cp_size,
-            data_parallel=draft.dp_size,
+            data_parallel=stock.dp_size,
             draft_argmax=draft_argmax,
-            local_argmax=draft_argmax and draft._draft_logits is not None and draft._draft_logits.local,
-            filters=draft.filters_drafts,
-            products=draft._products.layers > 0 or draft._products.head,
-            products_cached=draft.options is draft.settings.options,
-            unmeasured=_unmeasured(draft.device),
-            quantized=draft._products.quantized,
-            attention=draft._attends_by_ours,
-            skips_unused=draft._skips_unused,
-            asks_dynamic=bool(getattr(draft.speculative_config, "num_speculative_tokens_per_batch_size", None)),
-            dynamic=getattr(draft, "_draft_lengths", None) is not None,
+            local_argmax=draft_argmax and drafter.logits is not None and drafter.logits.local,
+            filters=adapter.filters_drafts,
+            products=drafter.products.layers > 0 or drafter.products.head,
+            products_cached=options is drafter.settings.options,
+            unmeasured=_unmeasured(stock.device),
+            quantized=drafter.products.quantized,
+            attention=drafter.attends_by_ours,
+            skips_unused=adapter.skips_unused,
+            asks_dynamic=bool(getattr(stock.speculative_config, "num_speculative_tokens_per_batch_size", None)),
+            dynamic=adapter.draft_lengths is not None,
         )
 
     @property

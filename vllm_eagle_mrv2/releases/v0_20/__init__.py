@@ -14,7 +14,7 @@ RELEASE = Release(
     },
     not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: "", Behaviour.LOCAL_ARGMAX: ""},
     unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
-    speculators="vllm_eagle_mrv2.releases.v0_20.speculator",
+    adapter="vllm_eagle_mrv2.releases.v0_20.adapter",
     v2_by_environment=True,
     symbols=(
         *MONOLITH,

@@ -17,7 +17,7 @@ RELEASE = Release(
     },
     not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: ""},
     unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
-    speculators="vllm_eagle_mrv2.releases.v0_22.speculator",
+    adapter="vllm_eagle_mrv2.releases.v0_22.adapter",
     symbols=(
         *MONOLITH,
         Symbol(_EAGLE, "EagleSpeculator.capture", ("attn_states",)),

@@ -22,7 +22,7 @@ RELEASE = Release(
     },
     not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: "<0.25"},
     unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
-    speculators="vllm_eagle_mrv2.releases.v0_23.speculator",
+    adapter="vllm_eagle_mrv2.releases.v0_23.adapter",
     symbols=(
         *DRAFT_MODEL,
         *PER_STEP,

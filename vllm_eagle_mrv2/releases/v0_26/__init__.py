@@ -22,7 +22,7 @@ RELEASE = Release(
         Behaviour.LENGTHS_WITHOUT_SYNC: ">=0.27",
     },
     unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
-    speculators="vllm_eagle_mrv2.releases.v0_26.speculator",
+    adapter="vllm_eagle_mrv2.releases.v0_26.adapter",
     symbols=(
         *COMMON,
         *PER_STEP,

@@ -16,7 +16,7 @@ RELEASE = Release(
     name="v0_28",
     series=("0.28",),
     stock={behaviour: "" for behaviour in Behaviour if behaviour not in _SUPPLIED},
-    speculators="vllm_eagle_mrv2.releases.v0_28.speculator",
+    adapter="vllm_eagle_mrv2.releases.v0_28.adapter",
     symbols=FUSED,
 )
 

@@ -11,7 +11,7 @@ RELEASE = Release(
     name="v0_32",
     series=("0.32", "0.33"),
     stock={behaviour: _SINCE.get(behaviour, "") for behaviour in Behaviour if behaviour not in _SUPPLIED},
-    speculators="vllm_eagle_mrv2.releases.v0_32.speculator",
+    adapter="vllm_eagle_mrv2.releases.v0_32.adapter",
     eagle3_over_pp=True,
     symbols=FUSED,
 )
