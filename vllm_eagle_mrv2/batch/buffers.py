@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class DraftBuffers:
     top_k: torch.Tensor  # [R] int32, by request state; the vocabulary size or more means no limit
     top_p: torch.Tensor  # [R] float32, by request state; 1 means no limit
 
-    @property
+    @functools.cached_property
     def max_num_reqs(self) -> int:
         """R, the maximum number of requests in a batch."""
         return int(self.seq_lens.shape[0])

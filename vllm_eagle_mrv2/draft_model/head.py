@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +38,11 @@ class DraftHead:
         self._model = model
         self._draft_logits = draft_logits
         self._trimmed = trimmed
+        mapped = getattr(model, "draft_id_to_target_id", None) is not None
+        self._scatters = mapped and type(model).compute_logits.__module__ in _SCATTERING and trimmed is None
+        """Whether the model scatters the logits of a draft vocabulary into a row of the target's."""
+        self._row_is_token = trimmed is None and not self._scatters
+        self._untried = draft_logits is not None
 
     @property
     def offsets(self) -> torch.Tensor | None:
@@ -46,26 +53,6 @@ class DraftHead:
         if self._trimmed is not None:
             return self._trimmed.offsets
         return self._model.draft_id_to_target_id.data if self._scatters else None
-
-    @functools.cached_property
-    def _scatters(self) -> bool:
-        """Whether the model scatters the logits of a draft vocabulary into a row of the target's."""
-        mapped = getattr(self._model, "draft_id_to_target_id", None) is not None
-        return mapped and type(self._model).compute_logits.__module__ in _SCATTERING and self._trimmed is None
-
-    def logits(self, hidden_states: torch.Tensor, few: FewRows | None = None) -> Any:
-        """Return logits [n, C] for hidden states [n, H], one column for each row of the head; see `offsets`.
-
-        With local argmax each rank returns its own vocabulary shard.  With ``few``, and a head in which each row is the
-        token, the result may instead be what ``few`` returns for at most 32 rows and the head's weights.
-
-        Raises:
-            EagleMRV2Error: the head is trimmed, and the draft model changes its logits afterwards.
-        """
-        self._look_at_draft(hidden_states)
-        if self._draft_logits is None:
-            return self._compute(hidden_states)
-        return self._draft_logits(self._compute, hidden_states, few if self.offsets is None else None)
 
     def logits_by_temperature(
         self, hidden_states: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor
@@ -80,10 +67,11 @@ class DraftHead:
             temperature: as for `few_rows_by_temperature`.
 
         Raises:
-            EagleMRV2Error: as for `logits`.
+            EagleMRV2Error: the head is trimmed, and the draft model changes its logits afterwards.
         """
         few = functools.partial(few_rows.few_rows_by_temperature, idx_mapping=idx_mapping, temperature=temperature)
-        found = self.logits(hidden_states, few)
+        with self._short_logits(hidden_states, few):
+            found = self._compute(hidden_states)
         return found if isinstance(found, tuple) else (found, None)
 
     def keys(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -92,26 +80,47 @@ class DraftHead:
         Among equal logits the first token wins.
 
         Raises:
-            EagleMRV2Error: as for `logits`.
+            EagleMRV2Error: as for `logits_by_temperature`.
         """
-        logits: torch.Tensor = self.logits(hidden_states, few_rows.few_rows_keys)
+        with self._short_logits(hidden_states, few_rows.few_rows_keys):
+            logits: torch.Tensor = self._compute(hidden_states)
         if logits.dtype == torch.int64:
             return logits
-        shard = None if self._draft_logits is None else self._draft_logits.shard(logits, self._num_rows)
-        if shard is None:
+        if self._draft_logits is None or not self._draft_logits.sharded:
             return argmax_keys(logits, self.offsets)
 
         from vllm.distributed import tensor_model_parallel_all_gather
 
-        first, count = shard
+        first, count = self._draft_logits.shard(logits, self._num_rows)
         keys = argmax_keys(logits, self.offsets, first_row=first, num_columns=count)
         # Some of vLLM's communicators reject integers; an all-gather copies bits, whatever their dtype.
         gathered: torch.Tensor = tensor_model_parallel_all_gather(keys.view(torch.float32))
         return gathered.view(torch.int64)
 
+    @contextlib.contextmanager
+    def _short_logits(self, hidden_states: torch.Tensor, few: FewRows) -> Iterator[None]:
+        """Context in which the draft computes logits [n, C], one column for each row of the head; see `offsets`.
+
+        With local argmax each rank computes its own vocabulary shard.  In a head in which each row is the token, the
+        result may instead be what ``few`` returns for at most 32 rows and the head's weights.
+        """
+        if self._untried:
+            self._look_at_draft(hidden_states)
+        logits = self._draft_logits
+        if logits is None:
+            yield
+            return
+        logits.short, logits.few, logits.sharded = True, few if self._row_is_token else None, False
+        try:
+            yield
+        finally:
+            logits.short, logits.few = False, None
+
     def _look_at_draft(self, hidden_states: torch.Tensor) -> None:
-        """Use whole logits if the draft model changes what its ``LogitsProcessor`` returns."""
-        if self._draft_logits is None or self._draft_logits.untouched(self._compute, hidden_states):
+        """Use whole logits if the draft model changes what its ``LogitsProcessor`` returns; once, in the profile run."""
+        self._untried = False
+        assert self._draft_logits is not None
+        if self._draft_logits.returned_unchanged(self._compute, hidden_states):
             return
         if self._trimmed is not None:
             raise EagleMRV2Error(
@@ -129,11 +138,11 @@ class DraftHead:
         rows: int = self._draft_logits.processor.org_vocab_size
         return rows
 
-    def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    @functools.cached_property
+    def _compute(self) -> Callable[[torch.Tensor], Any]:
+        """Computes logits over the head's own rows from hidden states [n, H]."""
         model = self._model
-        logits: torch.Tensor
         if self._scatters:
-            logits = model.logits_processor(model.lm_head, hidden_states)
-        else:
-            logits = model.compute_logits(hidden_states)
-        return logits
+            return functools.partial(model.logits_processor, model.lm_head)
+        compute_logits: Callable[[torch.Tensor], Any] = model.compute_logits
+        return compute_logits

@@ -44,16 +44,13 @@ class DraftLogits:
         """Whether logits are being computed for this package, which does not need whole rows."""
         self.few: FewRows | None = None
         """Fused head kernel for at most 32 rows in the current call; None means matmul."""
-        self.multiply: Callable[..., Any] = processor.forward
-        """Computes logits from a head and hidden states: the stock method or its replacement."""
-        self.trimmed: Trimmed | None = None
-        processor.forward = self._forward
+        self.sharded = False
+        """Whether the logits of the latest call are a shard."""
+        self._multiply: Callable[..., Any] = processor.forward
+        self._trimmed: Trimmed | None = None
         self._stock_top_tokens = processor.get_top_tokens  # for vLLM's use_local_argmax_reduction
-        processor.get_top_tokens = self._top_tokens
-        self._untouched: bool | None = None
         self._rank: int = get_tensor_model_parallel_rank()
         self._ranks: int = get_tensor_model_parallel_world_size()
-        self._sharded = False
         self.local = local and self._ranks > 1
         """Whether each rank keeps its vocabulary shard."""
         if self.local:
@@ -76,68 +73,61 @@ class DraftLogits:
             return None
         return cls(own[0], local=local)
 
-    def untouched(self, compute: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor) -> bool:
-        """Whether the draft returns its processor's result unchanged; determined once, in the profile run.
+    @property
+    def multiply(self) -> Callable[..., Any]:
+        """Computes logits from a head and hidden states: the stock method or its replacement."""
+        return self._multiply
+
+    @multiply.setter
+    def multiply(self, multiply: Callable[..., Any]) -> None:
+        self._multiply = multiply
+        if self._trimmed is None:
+            self.processor.forward = multiply
+
+    def trim(self, trimmed: Trimmed) -> None:
+        """Compute the logits of a trimmed head from now on."""
+        self._trimmed = trimmed
+        self.processor.forward, self.processor.get_top_tokens = self._forward_trimmed, self._top_tokens
+
+    def returned_unchanged(self, compute: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor) -> bool:
+        """Whether the draft returns its processor's result unchanged.
 
         Args:
             compute: the draft's ``compute_logits`` or its replacement.
             hidden_states: [n, H], for a trial call.
         """
-        if self._untouched is None:
-            returned: list[torch.Tensor] = []
-            hook = self.processor.register_forward_hook(lambda processor, inputs, logits: returned.append(logits))
-            try:
-                logits = compute(hidden_states)
-            finally:
-                hook.remove()
-            self._untouched = len(returned) == 1 and logits is returned[0]
-        return self._untouched
-
-    def __call__(
-        self,
-        compute: Callable[[torch.Tensor], torch.Tensor],
-        hidden_states: torch.Tensor,
-        few: FewRows | None = None,
-    ) -> Any:
-        """Return the processor's logits [n, W] for hidden states [n, H], neither gathered nor expanded.
-
-        With ``few`` the result may instead be that of the fused head kernel, if there are at most 32 rows.
-        """
-        self.short, self.few, self._sharded = True, few, False
+        returned: list[torch.Tensor] = []
+        hook = self.processor.register_forward_hook(lambda processor, inputs, logits: returned.append(logits))
         try:
-            return compute(hidden_states)
+            logits = compute(hidden_states)
         finally:
-            self.short, self.few = False, None
+            hook.remove()
+        return len(returned) == 1 and logits is returned[0]
 
-    def shard(self, logits: torch.Tensor, num_rows: int) -> tuple[int, int] | None:
-        """Return the first row of the head and the number of rows that the columns cover; None for the whole head.
+    def shard(self, logits: torch.Tensor, num_rows: int) -> tuple[int, int]:
+        """Return the first row of the head and the number of rows that the columns of a shard cover.
 
         Args:
-            logits: [n, W], the result of the last call.
+            logits: [n, W], the result of the latest call.
             num_rows: number of rows of the whole head, without padding.
         """
-        if not self._sharded:
-            return None
         width = logits.shape[-1]
         first = self._rank * width
         return first, min(max(num_rows - first, 0), width)
 
-    def _forward(self, lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.trimmed is None:
-            return self.multiply(lm_head, hidden_states, *args, **kwargs)
-        of_kept = self.multiply(self.trimmed.kept_rows(lm_head, *args, **kwargs), hidden_states)
-        return self.trimmed.logits(of_kept, short=self.short)
+    def _forward_trimmed(self, lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert self._trimmed is not None
+        of_kept = self._multiply(self._trimmed.kept_rows(lm_head, *args, **kwargs), hidden_states)
+        return self._trimmed.logits(of_kept, short=self.short)
 
     def _top_tokens(self, lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.trimmed is None:
-            best: torch.Tensor = self._stock_top_tokens(lm_head, hidden_states, *args, **kwargs)
-            return best
-        kept = self.trimmed.kept_rows(lm_head, *args, **kwargs)
-        return self.trimmed.tokens(self._stock_top_tokens(kept, hidden_states))
+        assert self._trimmed is not None
+        kept = self._trimmed.kept_rows(lm_head, *args, **kwargs)
+        return self._trimmed.tokens(self._stock_top_tokens(kept, hidden_states))
 
     def _keep_shard(self, logits: torch.Tensor) -> torch.Tensor:
         if self.short:
-            self._sharded = True
+            self.sharded = True
             return logits
         gathered: torch.Tensor = self._gather(logits)
         return gathered

@@ -35,7 +35,7 @@ class TrimmedHead:
         tokens.check(self.vocab_size)
         self._whole: Any = None
         self._kept: Any = None
-        draft_logits.trimmed = self
+        draft_logits.trim(self)
 
     @classmethod
     def of(cls, model: Any, draft_logits: DraftLogits | None, tokens: KeptTokens, device: torch.device) -> TrimmedHead:

@@ -29,11 +29,13 @@ class _LogitsOfTheFirstStepAlone(DraftLoop):
 class _MetadataOfTheFirstStep(DraftLoop):
     """Every draft decode runs with the metadata of the first one (before #38311, #41162)."""
 
-    _first: tuple[Any, Any] = (None, None)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.build_metadata, self._first = self._first_metadata, (None, None)
 
-    def _build_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
+    def _first_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
         if step == 1:
-            self._first = super()._build_metadata(batch, run, step)
+            self._first = self.adapter.build_decode_metadata(batch, run, step)
         return self._first
 
     def _refresh_metadata(self, inputs: ForwardInputs, step: int, *, slots_known: bool) -> ForwardInputs:

@@ -20,7 +20,6 @@ from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 from vllm_eagle_mrv2.telemetry import counters
-from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
 if TYPE_CHECKING:
     from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
@@ -90,10 +89,12 @@ class DraftLoop:
         self.buffers = buffers
         self.queue = BatchQueue(buffers.input_ids.device, filters=config.filters)
         """Hands batches to the draft prefill, which may run in a graph or eagerly."""
-        self.counter = DraftCounter()
+        self.counter = counters.DraftCounter()
         """Counts draft phases by the path they took."""
         self.sample: Callable[[torch.Tensor], torch.Tensor] = adapter.sample
         """Drafts from hidden states [n, H]: a row of keys or one token for each of the n rows (`how_drafted`)."""
+        self.build_metadata = adapter.build_decode_metadata
+        """Builds attention metadata and slot mappings of a draft decode."""
         self.one_row_is_enough = False
         """Whether a draft prefill of one request needs to compute only the row that is read."""
         self.slot_table: SlotTable | None = None
@@ -120,20 +121,19 @@ class DraftLoop:
             self.queue.put(batch)
             run.replay()
         else:
-            path = self._run_phase(batch)
+            with torch.inference_mode():
+                self.adapter.limit_lengths(self._max_seq_len(batch))
+                self._run_prefill(batch)
+                path = self._run_decodes(batch) if batch.num_draft_tokens > 1 else counters.PREFILL_ONLY
         if not batch.dummy_run:
-            self.counter.count(path, batch.num_draft_tokens)
+            slots = self.counter.slots
+            slots[path] += 1
+            slots[counters.DRAFT_LENGTH] = batch.num_draft_tokens
         drafts = self._drafts[batch.num_reqs]
         if batch.erases:
             with torch.inference_mode():
                 drafts.fill_(-1)
         return drafts
-
-    @torch.inference_mode()
-    def _run_phase(self, batch: DraftBatch) -> int:
-        self.adapter.limit_lengths(self._max_seq_len(batch))
-        self._run_prefill(batch)
-        return self._run_decodes(batch) if batch.num_draft_tokens > 1 else counters.PREFILL_ONLY
 
     def _max_seq_len(self, batch: DraftBatch) -> int:
         return draft_max_seq_len(
@@ -245,34 +245,30 @@ class DraftLoop:
     # Draft decodes
 
     def _run_decodes(self, batch: DraftBatch) -> int:
-        adapter = self.adapter
+        adapter, num_draft_tokens = self.adapter, batch.num_draft_tokens
         adapter.begin_decode(batch)
         run = adapter.dispatch_decode(batch)
+        path = counters.FUSED if adapter.decodes_fused(run) else counters.BY_STEPS
         adapter.hooks.on_multi_step_decode_begin(batch.num_reqs)
-        if adapter.decodes_fused(run):
-            path = counters.FUSED
-            self._decode_fused(batch, run)
+        if path == counters.FUSED and run.full:
+            adapter.prepare_fused_replay(batch, run)
+            run.replay()
+        elif path == counters.FUSED:
+            self.decode_all(self._decode_inputs(batch, run, step=1), num_draft_tokens)
         else:
-            path = counters.BY_STEPS
-            self._decode_by_steps(batch, run)
+            for step in range(1, num_draft_tokens):
+                inputs = self._decode_inputs(batch, run, step)
+                if run.full:
+                    run.replay()
+                else:
+                    self.decode(inputs, num_draft_tokens)
         adapter.hooks.on_multi_step_decode_end(batch.num_reqs)
         return path if run.full else counters.EAGER
 
-    def _decode_fused(self, batch: DraftBatch, run: GraphRun) -> None:
-        if run.full:
-            self.adapter.prepare_fused_replay(batch, run)
-            run.replay()
-        else:
-            built = (None, None) if batch.skip_attn else self._build_metadata(batch, run, step=1)
-            self.decode_all(_inputs(batch, run, *built), batch.num_draft_tokens)
-
-    def _decode_by_steps(self, batch: DraftBatch, run: GraphRun) -> None:
-        for step in range(1, batch.num_draft_tokens):
-            built = (None, None) if batch.skip_attn else self._build_metadata(batch, run, step)
-            if run.full:
-                run.replay()
-            else:
-                self.decode(_inputs(batch, run, *built), batch.num_draft_tokens)
+    def _decode_inputs(self, batch: DraftBatch, run: GraphRun, step: int) -> ForwardInputs:
+        """Build attention metadata and slot mappings of a draft decode (#38311, #41162)."""
+        built = (None, None) if batch.skip_attn else self.build_metadata(batch, run, step)
+        return _inputs(batch, run, *built)
 
     def decode_all(self, inputs: ForwardInputs, num_draft_tokens: int, *, slots_known: bool = False) -> None:
         """Run all draft decodes, refreshing the metadata on the device before each; one graph contains them (#46849).
@@ -295,10 +291,6 @@ class DraftLoop:
     def _slots_ahead(self, inputs: ForwardInputs) -> SlotTable | None:
         """Return where each pass writes the next draft decode's slots; None if slots are mapped at every step."""
         return self.slot_table if inputs.attn_metadata is not None else None
-
-    def _build_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
-        """Build attention metadata and slot mappings of a draft decode (#38311, #41162)."""
-        return self.adapter.build_decode_metadata(batch, run, step)
 
     def _refresh_metadata(self, inputs: ForwardInputs, step: int, *, slots_known: bool) -> ForwardInputs:
         """Update the previous step's attention metadata and slot mappings with device work only."""

@@ -370,7 +370,7 @@ class ReleaseAdapter:
 
     def build_decode_metadata(self, batch: DraftBatch, run: GraphRun, step: int) -> tuple[Any, Any]:
         """Build attention metadata and slot mappings for the positions and lengths in the buffers."""
-        slot_mappings = self.decode_slot_mappings(batch, run.descriptor.num_tokens)
+        slot_mappings = self.map_decode_slots(batch.num_reqs, run.descriptor.num_tokens, idle=batch.dummy_run)
         if self.needs_no_builder:
             attn_metadata: Any = self.decode_metadata(run.descriptor.num_reqs or batch.num_reqs)
         else:
@@ -386,8 +386,13 @@ class ReleaseAdapter:
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         """Called before the replay of a graph that contains all draft decodes."""
 
-    def map_decode_slots(self, num_reqs: int, num_tokens: int) -> torch.Tensor:
+    def map_decode_slots(self, num_reqs: int, num_tokens: int, *, idle: bool = False) -> torch.Tensor:
         """Write the slots for the positions in the buffers with device work only, -1 for padding.
+
+        Args:
+            num_reqs: live requests.
+            num_tokens: the same, with padding.
+            idle: the rows map to no request, as in a dummy run.
 
         Returns:
             [groups, num_tokens] int64.
@@ -401,10 +406,6 @@ class ReleaseAdapter:
             num_tokens,
         )
         return slots
-
-    def decode_slot_mappings(self, batch: DraftBatch, num_tokens: int) -> torch.Tensor:
-        """Return [groups, num_tokens] slots of a draft decode."""
-        return self.map_decode_slots(batch.num_reqs, num_tokens)
 
     def build_by_builders(self, batch: DraftBatch, run: GraphRun, step: int) -> Any:
         """Build attention metadata of a draft decode with the draft's own builders."""

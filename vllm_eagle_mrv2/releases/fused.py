@@ -108,7 +108,7 @@ class FusedAdapter(ReleaseAdapter):
         return batch.num_tokens, batch.num_tokens_padded
 
     def run_draft_model(self, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = super().run_draft_model(inputs)
+        hidden: tuple[torch.Tensor, torch.Tensor] = self.stock._run_model(*inputs[1:])
         if self.pcp_manager is None:
             return hidden
         # Restores a shard to the whole batch; a whole batch is returned unchanged.

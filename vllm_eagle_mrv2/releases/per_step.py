@@ -141,12 +141,11 @@ class PerStepAdapter(ReleaseAdapter):
 
     # Metadata of draft decodes
 
-    def decode_slot_mappings(self, batch: DraftBatch, num_tokens: int) -> torch.Tensor:
-        if batch.dummy_run:
-            # The rows map to no request, and the kernel of these releases does not skip them.
+    def map_decode_slots(self, num_reqs: int, num_tokens: int, *, idle: bool = False) -> torch.Tensor:
+        if idle:  # the kernel of these releases does not skip such rows
             dummy: torch.Tensor = self.stock.block_tables.get_dummy_slot_mappings(num_tokens)
             return dummy
-        return super().decode_slot_mappings(batch, num_tokens)
+        return super().map_decode_slots(num_reqs, num_tokens)
 
     def refresh_by_builders(self, inputs: ForwardInputs) -> Any:
         num_reqs = inputs.num_reqs

@@ -29,8 +29,8 @@ PATHS = {
 
 ONE_GRAPH, FUSED, BY_STEPS, EAGER, PREFILL_ONLY = range(len(PATHS))  # plain integers: an enum takes twice as long
 
-_LENGTH = len(PATHS)  # the slot after those of the paths
-_FORMAT = struct.Struct(f"={_LENGTH + 1}q")
+DRAFT_LENGTH = len(PATHS)  # the slot after those of the paths
+_FORMAT = struct.Struct(f"={DRAFT_LENGTH + 1}q")
 
 _folder: tempfile.TemporaryDirectory[str] | None = None  # removed when the process that made it ends
 
@@ -46,13 +46,16 @@ class DraftCounter:
     """Counts the draft phases of a data-parallel rank.
 
     Args:
-        slots: one for each path, and one for the draft length; with None the counts are private to the process.
+        slots: the numbers to count in; with None the counts are private to the process.
+
+    Attributes:
+        slots: the number of phases by path, and at `DRAFT_LENGTH` the draft tokens per request in the latest batch.
     """
 
     def __init__(self, slots: list[int] | memoryview[int] | None = None) -> None:
         self.shared = slots is not None
         """Whether a front-end can read the counts."""
-        self._slots = [0] * (_LENGTH + 1) if slots is None else slots
+        self.slots = [0] * (DRAFT_LENGTH + 1) if slots is None else slots
 
     @classmethod
     def of_rank(cls, rank: int) -> DraftCounter:
@@ -64,13 +67,8 @@ class DraftCounter:
 
     def clear(self) -> None:
         """Reset all counts to zero."""
-        for slot in range(len(self._slots)):
-            self._slots[slot] = 0
-
-    def count(self, path: int, draft_length: int) -> None:
-        """Count a draft phase; called in every iteration."""
-        self._slots[path] += 1
-        self._slots[_LENGTH] = draft_length
+        for slot in range(len(self.slots)):
+            self.slots[slot] = 0
 
 
 def share_folder() -> None:
