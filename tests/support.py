@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, patch
 
+import pytest
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -169,29 +171,32 @@ def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
             block = int(tables.input_block_tables[0][row, position // block_size])
             right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
 
-    def replay(run: Any, original: Any = speculator.replay_decode) -> None:
-        fused = speculator.drafter.adapter.refreshes_in_graph
+    graphs, adapter = speculator.drafter.graphs, speculator.drafter.adapter
+    prefills, decodes = speculator.prefill_cudagraph_manager, speculator.decode_cudagraph_manager
+
+    def replay_decodes(descriptor: Any, original: Any = decodes.run_fullgraph) -> None:
+        fused = adapter.refreshes_in_graph
         if not fused:
             check()
-        original(run)
+        original(descriptor)
         if fused:  # all steps ran; the buffers are those of the last, whose positions are not moved on
             check()
 
-    def replay_prefill(run: Any, original: Any = speculator.replay_prefill) -> None:
-        original(run)
-        if speculator.holds_draft_phase(run):
+    def replay_prefill(descriptor: Any, original: Any = prefills.run_fullgraph) -> None:
+        original(descriptor)
+        if descriptor in graphs._phase_graphs:
             check()
 
     def decode(*args: Any, original: Any = loop.decode) -> None:
         check()
         original(*args)
 
-    loop.propose, loop.decode = propose, decode
-    speculator.replay_prefill, speculator.replay_decode = replay_prefill, replay
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "propose", propose)
+        patch.setattr(loop, "decode", decode)
+        patch.setattr(prefills, "run_fullgraph", replay_prefill)
+        patch.setattr(decodes, "run_fullgraph", replay_decodes)
         yield right
-    finally:
-        del loop.propose, loop.decode, speculator.replay_prefill, speculator.replay_decode
 
 
 def recorded_max_seq_lens(speculator: Any) -> set[int]:

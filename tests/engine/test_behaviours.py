@@ -189,5 +189,5 @@ class Opaque:
 def test_products_are_stocks_where_compiled_models_cannot_be_told_apart(additional_config: Any, off: bool) -> None:
     with recorded_log() as log, engine("eagle_mrv2", additional_config=additional_config) as llm:
         assert any("by this additional_config" in line for line in log) is off
-        assert speculator_of(llm).options.enabled(Behaviour.ROW_PRODUCTS) is not off
+        assert speculator_of(llm).drafter.options.enabled(Behaviour.ROW_PRODUCTS) is not off
         assert greedy(llm, held_out_prompts(1), 4)

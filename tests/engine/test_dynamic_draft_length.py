@@ -52,15 +52,15 @@ def plain() -> list[list[int]]:
 def recorded_drafts(llm: Any) -> Iterator[list[tuple[int, int, int]]]:
     """Of every draft phase: its requests, the tokens to draft for each, and the forward passes that it took."""
     drafts: list[tuple[int, int, int]] = []
-    speculator = speculator_of(llm)
+    drafter = speculator_of(llm).drafter
     passes = 0
 
-    def run(*args: Any, original: Any = speculator.drafter.adapter.run_draft_model, **kwargs: Any) -> Any:
+    def run(*args: Any, original: Any = drafter.adapter.run_draft_model, **kwargs: Any) -> Any:
         nonlocal passes
         passes += 1
         return original(*args, **kwargs)
 
-    def propose(batch: Any, original: Any = speculator.drafter.loop.propose) -> Any:
+    def propose(batch: Any, original: Any = drafter.loop.propose) -> Any:
         nonlocal passes
         passes = 0
         drafted = original(batch)
@@ -68,11 +68,10 @@ def recorded_drafts(llm: Any) -> Iterator[list[tuple[int, int, int]]]:
         drafts.append((batch.num_reqs, batch.num_draft_tokens, passes))
         return drafted
 
-    speculator.drafter.adapter.run_draft_model, speculator.drafter.loop.propose = run, propose
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter.adapter, "run_draft_model", run)
+        patch.setattr(drafter.loop, "propose", propose)
         yield drafts
-    finally:
-        del speculator.drafter.adapter.run_draft_model, speculator.drafter.loop.propose
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, runner_of, speculator_of
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.drafting.loop import ForwardInputs
 from vllm_eagle_mrv2.releases import installed_release, installed_version
 from vllm_eagle_mrv2.telemetry.counters import read_counts
 from vllm_eagle_mrv2.telemetry.start_line import Facts
@@ -100,9 +101,12 @@ def draft_phase_graphs(monkeypatch: pytest.MonkeyPatch, draft_decode_graphs: Dra
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [*SIZES, *sizes], sizes[-1]
         speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
         # Where a target's graphs would leave what the draft starts from.
-        rows, layers = torch.zeros(sizes[-1], speculator.hidden_size), 3 * (speculator.settings.family == "eagle3")
+        rows, layers = (
+            torch.zeros(sizes[-1], speculator.hidden_size),
+            3 * (speculator.drafter.settings.family == "eagle3"),
+        )
         outputs = SimpleNamespace(hidden_states=rows, aux_hidden_states=[rows.clone() for _ in range(layers)])
-        speculator.target_graphs = lambda: outputs
+        speculator.drafter.graphs.target_graphs = lambda: outputs
         loop, propose = speculator.drafter.loop, speculator.drafter.loop.propose
         given, batches = {}, []
         capture_fresh = speculator.prefill_cudagraph_manager.capture_fresh
@@ -118,15 +122,16 @@ def draft_phase_graphs(monkeypatch: pytest.MonkeyPatch, draft_decode_graphs: Dra
             batches[:] = [batch]
             return propose(batch)
 
-        def replaying(run: Any) -> None:
-            [batch], graph = batches, run.descriptor
+        def replaying(graph: Any) -> None:
+            [batch] = batches
             replayed.append(graph)
             metadata = (batch.attn_metadata, batch.slot_mappings)
-            loop.phase(graph.num_reqs, batch.num_tokens, *metadata, None, CUDAGraphMode.NONE, **given[graph])
+            inputs = ForwardInputs(graph.num_reqs, batch.num_tokens, *metadata, None, CUDAGraphMode.NONE)
+            loop.phase(inputs, **given[graph])
 
         monkeypatch.setattr(speculator.prefill_cudagraph_manager, "capture_fresh", capturing)
         monkeypatch.setattr(loop, "propose", proposing)
-        monkeypatch.setattr(speculator, "replay_prefill", replaying)
+        monkeypatch.setattr(speculator.prefill_cudagraph_manager, "run_fullgraph", replaying)
         with torch.inference_mode():
             speculator.capture()
         replayed.clear()
@@ -142,33 +147,33 @@ class Slots:
     right: list[bool] = field(default_factory=list)
     """Of live rows: whether keys and values go where the position belongs."""
     padding: list[list[int]] = field(default_factory=list)
-    """Of padded rows: their slots, and their settings states."""
+    """Of padded rows: their slots, and their request states."""
 
 
 def recorded(speculator: Any) -> Slots:
     """The slots of every refresh from now on; filled as they come."""
     slots = Slots()
-    loop, tables = speculator.drafter.loop, speculator.block_tables
+    loop, adapter, tables = speculator.drafter.loop, speculator.drafter.adapter, speculator.block_tables
     live = 0
 
-    def begin(batch: Any, original: Any = speculator.begin_decode) -> None:
+    def begin(batch: Any, original: Any = adapter.begin_decode) -> None:
         nonlocal live
         original(batch)
         live = batch.num_reqs
 
-    def refresh(num_reqs: int, num_tokens: int, metadata: Any) -> Any:
-        refreshed = original(num_reqs, num_tokens, metadata)
+    def refresh(inputs: Any) -> Any:
+        refreshed = original(inputs)
         block_size = tables.block_sizes[0]
         for row in range(live):
             position = int(loop.buffers.positions[row])
             block = int(tables.input_block_tables[0][row, position // block_size])
             slots.right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
-        slots.padding.append(tables.slot_mappings[0, live:num_tokens].tolist())
-        slots.padding.append(loop.buffers.idx_mapping[live:num_reqs].tolist())
+        slots.padding.append(tables.slot_mappings[0, live : inputs.num_tokens].tolist())
+        slots.padding.append(loop.buffers.idx_mapping[live : inputs.num_reqs].tolist())
         return refreshed
 
-    original = speculator.refresh_decode_metadata
-    speculator.begin_decode, speculator.refresh_decode_metadata = begin, refresh
+    original = adapter.refresh_decode_metadata
+    adapter.begin_decode, adapter.refresh_decode_metadata = begin, refresh
     return slots
 
 
@@ -197,8 +202,9 @@ def test_one_graph(
         speculator = speculator_of(llm)
         replayed = draft_decode_graphs(llm)
         built: list[int] = []
-        build = speculator.uniform_metadata
-        speculator.uniform_metadata = lambda *args, **kwargs: built.append(kwargs["step"]) or build(*args, **kwargs)
+        adapter = speculator.drafter.adapter
+        build = adapter.build_by_builders
+        adapter.build_by_builders = lambda batch, run, step: built.append(step) or build(batch, run, step)
         acceptance, slots = Acceptance(llm), recorded(speculator)
         assert greedy(llm, PROMPTS, TOKENS) == plain
         assert slots.right
@@ -222,7 +228,7 @@ def test_one_graph_combines_the_states_of_several_layers(
         with engine("eagle_mrv2", family="eagle3", k=K) as llm:
             if graphs:
                 replayed, speculator = draft_phase_graphs(llm), speculator_of(llm)
-                assert len(speculator.target_outputs.used) == 3
+                assert len(speculator.drafter.loop.target_outputs.used) == 3
             acceptance = Acceptance(llm)
             assert greedy(llm, PROMPTS, TOKENS) == plain
             found.append(acceptance.by_position)
@@ -241,18 +247,17 @@ def test_one_graph_for_prefill_and_decodes(
     with engine("eagle_mrv2", k=K, options={"disable": disable}) as llm:
         speculator = speculator_of(llm)
         replayed = draft_phase_graphs(llm)
-        facts = Facts.of(speculator)
+        facts = Facts.of(speculator.drafter)
         assert (Behaviour.ONE_DRAFT_GRAPH in facts.active) is not bool(disable)
         assert facts.fused
         assert not list(facts.warnings())
         before = dict(read_counts())[0].phases
         dispatched: list[int] = []
-        dispatch, dispatch_prefill = speculator.dispatch_decode, speculator.dispatch_prefill
-        speculator.dispatch_decode = lambda batch: (
-            dispatched.append(batch.num_tokens // batch.num_reqs) or dispatch(batch)
-        )
+        adapter = speculator.drafter.adapter
+        dispatch, dispatch_prefill = adapter.dispatch_decode, adapter.dispatch_prefill
+        adapter.dispatch_decode = lambda batch: dispatched.append(batch.num_tokens // batch.num_reqs) or dispatch(batch)
         prefills: list[tuple[int, int]] = []
-        speculator.dispatch_prefill = lambda batch, *tokens: (
+        adapter.dispatch_prefill = lambda batch, *tokens: (
             prefills.append((batch.num_reqs, batch.num_tokens)) or dispatch_prefill(batch, *tokens)
         )
         acceptance = Acceptance(llm)

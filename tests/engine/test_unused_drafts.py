@@ -32,13 +32,11 @@ def plain() -> list[list[int]]:
 def recorded_phases(llm: Any) -> Iterator[list[tuple[list[bool], int, int]]]:
     """Of every draft phase: whether each request can use drafts, how often the head ran, and the forward passes."""
     phases: list[tuple[list[bool], int, int]] = []
-    speculator, runner = speculator_of(llm), runner_of(llm)
+    drafter, runner = speculator_of(llm).drafter, runner_of(llm)
     calls = {"sample": 0, "run_draft_model": 0}
     useful: list[bool] = []
 
-    def counted(name: str) -> Callable[..., Any]:
-        original = getattr(speculator, name)
-
+    def counted(name: str, original: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
             return original(*args, **kwargs)
@@ -51,18 +49,18 @@ def recorded_phases(llm: Any) -> Iterator[list[tuple[list[bool], int, int]]]:
         useful[:] = [not request.is_prefill_chunk and request.max_tokens > 1 for request in scheduled]
         return original(output, *args, **kwargs)
 
-    def propose(batch: Any, original: Any = speculator.drafter.loop.propose) -> Any:
+    def propose(batch: Any, original: Any = drafter.loop.propose) -> Any:
         calls.update(sample=0, run_draft_model=0)
         drafted = original(batch)
         phases.append((list(useful), calls["sample"], calls["run_draft_model"]))
         return drafted
 
-    runner.execute_model, speculator.drafter.loop.propose = execute_model, propose
-    speculator.drafter.loop.sample, speculator.drafter.adapter.run_draft_model = counted("sample"), counted("run_draft_model")
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "execute_model", execute_model)
+        patch.setattr(drafter.loop, "propose", propose)
+        patch.setattr(drafter.loop, "sample", counted("sample", drafter.loop.sample))
+        patch.setattr(drafter.adapter, "run_draft_model", counted("run_draft_model", drafter.adapter.run_draft_model))
         yield phases
-    finally:
-        del runner.execute_model, speculator.drafter.loop.propose, speculator.drafter.loop.sample, speculator.drafter.adapter.run_draft_model
 
 
 def check(phases: list[tuple[list[bool], int, int]]) -> None:

@@ -16,6 +16,7 @@ from support import Acceptance, engine, greedy, has_cuda, held_out_prompts, reco
 
 from vllm_eagle_mrv2.draft_model import attention
 from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
+from vllm_eagle_mrv2.drafting.capture import AskedGraphs
 
 from .fake_graphs import SIZES, Draw
 
@@ -105,8 +106,8 @@ def recorded(speculator: Any) -> list[bool]:
     buffers, tables = speculator.drafter.loop.buffers, speculator.block_tables
     run = speculator.drafter.adapter.run_draft_model
 
-    def running(num_tokens: int, attn_metadata: Any, *others: Any) -> Any:
-        metadata = next(iter((attn_metadata or {}).values()), None)  # by layer; none in the profile run
+    def running(inputs: Any) -> Any:
+        metadata = next(iter((inputs.attn_metadata or {}).values()), None)  # by layer; none in the profile run
         if isinstance(metadata, DecodeMetadata):
             live = int((buffers.idx_mapping[: metadata.num_actual_tokens] >= 0).sum())
             positions, size = buffers.positions[:live], tables.block_sizes[0]
@@ -116,7 +117,7 @@ def recorded(speculator: Any) -> list[bool]:
                 metadata.seq_lens[:live].tolist() == (positions + 1).tolist()
                 and slots.tolist() == tables.slot_mappings[0, :live].tolist()
             )
-        return run(num_tokens, attn_metadata, *others)
+        return run(inputs)
 
     speculator.drafter.adapter.run_draft_model = running
     return right
@@ -161,8 +162,8 @@ def test_one_graph_of_all_draft_decodes(by_builders: ByBuilders, draft_decode_gr
     with engine("eagle_mrv2", k=K) as llm:
         builds, speculator = counted_builds(llm), speculator_of(llm)
         # As if asked for; on a CPU vLLM asks for none.
-        speculator._asked_mode = CUDAGraphMode.FULL_DECODE_ONLY
-        speculator._capture_sizes = (SIZES, SIZES[-1])  # below 0.28
+        asked = AskedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, SIZES, SIZES[-1])
+        speculator.drafter.graphs.asked_mode, speculator.drafter.adapter.asked = asked.mode, asked
         replayed = draft_decode_graphs(llm)
         assert speculator.drafter.adapter.refreshes_in_graph
         acceptance, right = Acceptance(llm), recorded(speculator)

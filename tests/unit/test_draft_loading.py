@@ -10,6 +10,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import nn
+from vllm_eagle_mrv2.releases.common import StockAdapter
 
 from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.config.behaviours import Behaviour
@@ -17,7 +18,6 @@ from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases import draft_loading
-from vllm_eagle_mrv2.releases.common import StockAdapter
 
 
 class Target(nn.Module):

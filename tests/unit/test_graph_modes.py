@@ -19,7 +19,6 @@ pytest.importorskip("vllm.config.compilation")
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
-
 from vllm_eagle_mrv2.releases.common import StockAdapter
 
 NONE, PIECEWISE, FULL, BOTH = (

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ import torch
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.drafting.capture import CapturedAttentionState
+from vllm_eagle_mrv2.draft_model.last_row import row_read
 from vllm_eagle_mrv2.drafting.defects import loop_class
-from vllm_eagle_mrv2.drafting.loop import DraftConfig, DraftLoop, GraphRun
+from vllm_eagle_mrv2.drafting.loop import DraftConfig, DraftLoop, ForwardInputs, GraphRun
 from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, PATHS, DraftCounter, read_counts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,6 +151,26 @@ def make_buffers(num_draft_tokens: int) -> DraftBuffers:
     )
 
 
+class Mode(Enum):
+    """Of CUDA graphs."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+
+
+class Graph(NamedTuple):
+    """Descriptor of a toy's graph."""
+
+    name: str
+    num_tokens: int
+    cg_mode: Mode
+
+
+def inputs_of(num_reqs: int = len(ROWS), mode: Mode = Mode.NONE) -> ForwardInputs:
+    return ForwardInputs(num_reqs, num_reqs, "metadata", "slots", None, mode)
+
+
 @dataclass
 class ToyAdapter:
     """A `ReleaseAdapter` that writes down what it is asked for; its graphs are passes over padded batches."""
@@ -161,40 +180,47 @@ class ToyAdapter:
     fused_in_graphs_only: bool = False  # decodes that run outside a graph go by steps
     one_graph: bool = False  # the graph of a draft prefill goes on with the decodes
     one_state: bool = False  # the head and the next step get the same hidden states
-    slot_table: SlotTable | None = None
-    target_outputs: TargetStates | None = None
-    draft_max_seq_len: int = -1
+    max_seq_len: int = -1
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     lengths_at_builds: list[list[int]] = field(default_factory=list)
     positions_at_builds: list[list[int]] = field(default_factory=list)
-    draft_logits: torch.Tensor | None = field(default_factory=lambda: torch.zeros(1))
     sampled: list[tuple[int, bool]] = field(default_factory=list)  # draft_step, whether its logits are kept
-    prefills: int = 0  # requests of the prefill under way
-    prefilled: list[int] = field(default_factory=list)  # these, in each forward pass
-    inputs: list[tuple[Any, Any]] = field(default_factory=list)  # metadata and slots of each forward pass
-    across_dp: list[Any] = field(default_factory=list)
+    inputs: list[ForwardInputs] = field(default_factory=list)  # of each forward pass
+    one_row: list[bool] = field(default_factory=list)  # only one row of it is read
     combined: list[str] = field(default_factory=list)
     in_replay: bool = False
     loop: DraftLoop = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._kept = self.draft_logits
+    @property
+    def hooks(self) -> ToyAdapter:
+        return self
+
+    @property
+    def attention_inputs(self) -> list[tuple[Any, Any]]:
+        """Metadata and slots of each forward pass."""
+        return [(each.attn_metadata, each.slot_mappings) for each in self.inputs]
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
 
+    def limit_lengths(self, max_seq_len: int) -> None:
+        self.max_seq_len = max_seq_len
+
     def decodes_fused(self, run: GraphRun) -> bool:
-        assert run.descriptor == "decode graph"
+        assert run.descriptor.name == "decode graph"
         return self.refreshes_in_graph and (run.full or not self.fused_in_graphs_only)
 
-    def phase_run(self, batch: DraftBatch) -> GraphRun | None:
-        if not (self.one_graph and self.full_graphs):
-            return None
-        return GraphRun("phase graph", "mode", True, batch.num_tokens_padded)
+    def phase_run(self, batch: DraftBatch) -> GraphRun:
+        return self._run("phase graph", batch.num_tokens_padded)
 
-    def combine(self, states: TargetStates) -> torch.Tensor:
+    def _run(self, name: str, num_tokens: int) -> GraphRun:
+        mode = Mode.FULL if self.full_graphs else Mode.NONE
+        return GraphRun(self, Graph(name, num_tokens, mode), self.full_graphs, f"across DP, {name}")
+
+    def combine(self, states: TargetStates, num_tokens: int) -> torch.Tensor:
         self.combined.append("in replay" if self.in_replay else "eager")
-        return sum(states.aux) if states.aux else states.last
+        combined: torch.Tensor = sum(states.aux) if states.aux else states.last  # type: ignore[assignment]
+        return combined[:num_tokens]
 
     def begin_prefill(self, batch: DraftBatch) -> tuple[int, int]:
         self.calls.append(("begin_prefill",))
@@ -202,11 +228,11 @@ class ToyAdapter:
 
     def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
         self.calls.append(("dispatch_prefill", num_tokens, num_tokens_padded))
-        return GraphRun("prefill graph", "mode", self.full_graphs, num_tokens_padded, "across DP, prefill")
+        return self._run("prefill graph", num_tokens_padded)
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
         self.calls.append(("dispatch_decode",))
-        return GraphRun("decode graph", "mode", self.full_graphs, batch.num_reqs, "across DP, decode")
+        return self._run("decode graph", batch.num_reqs)
 
     def on_prefill_begin(self, num_reqs: int) -> None:
         self.calls.append(("on_prefill_begin", num_reqs))
@@ -224,28 +250,26 @@ class ToyAdapter:
         if not self.in_replay:
             self.calls.append(("before_forward", num_tokens))
 
-    @contextmanager
-    def while_prefilling(self, num_reqs: int, mode: Any) -> Iterator[None]:
-        self.prefills = num_reqs
-        yield
-        self.prefills = 0
-
-    def run_draft_model(
-        self, num_tokens: int, attn_metadata: Any, slot_mappings: Any, across_dp: Any, mode: Any, mm_inputs: Any = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_draft_model(self, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append(("forward", "in replay" if self.in_replay else "eager"))
-        self.prefilled.append(self.prefills)
-        self.inputs.append((attn_metadata, slot_mappings))
-        self.across_dp.append(across_dp)
-        buffers = self.loop.buffers
-        tokens, positions = buffers.input_ids[:num_tokens, None], buffers.positions[:num_tokens, None]
-        for_head, for_next_step = toy_model(tokens, positions, buffers.hidden_states[:num_tokens])
+        self.inputs.append(inputs)
+        self.one_row.append(row_read() is not None)
+        buffers, rows = self.loop.buffers, inputs.num_tokens
+        tokens, positions = buffers.input_ids[:rows, None], buffers.positions[:rows, None]
+        for_head, for_next_step = toy_model(tokens, positions, buffers.hidden_states[:rows])
         return for_head, for_head if self.one_state else for_next_step
 
-    def sample(self, hidden_states: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
-        assert hidden_states.shape[0] == positions.shape[0] == idx_mapping.shape[0]
-        self.sampled.append((int(self.loop.buffers.draft_step[0]), self.draft_logits is self._kept))
-        return toy_sampler(hidden_states[:, 0].long(), positions)
+    def sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._sample(hidden_states, stored=True)
+
+    def sample_unstored(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._sample(hidden_states, stored=False)
+
+    def _sample(self, hidden_states: torch.Tensor, stored: bool) -> torch.Tensor:
+        buffers = self.loop.buffers
+        self.sampled.append((int(buffers.draft_step[0]), stored))
+        drafts: torch.Tensor = toy_sampler(hidden_states[:, 0].long(), buffers.sample_positions[: len(hidden_states)])
+        return drafts
 
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
         self.calls.append(("rebuild_prefill_metadata",))
@@ -262,7 +286,7 @@ class ToyAdapter:
     def map_decode_slots(self, num_reqs: int, num_tokens: int) -> None:
         self.calls.append(("map_decode_slots",))
 
-    def refresh_decode_metadata(self, num_reqs: int, num_tokens: int, attn_metadata: Any) -> Any:
+    def refresh_decode_metadata(self, inputs: ForwardInputs) -> Any:
         self.calls.append(("refresh_decode_metadata",))
         self._look(len(ROWS))
         return f"refreshed {len(self.named('refresh_decode_metadata'))}"
@@ -274,23 +298,17 @@ class ToyAdapter:
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         self.calls.append(("prepare_fused_replay",))
 
-    def replay_prefill(self, run: GraphRun) -> None:
-        self.calls.append(("replay_prefill", run.descriptor))
+    def run_fullgraph(self, graph: Graph) -> None:
+        self.calls.append(("replay", graph.name))
         self.in_replay = True
-        decodes = CapturedAttentionState(MAX_NUM_REQS, MAX_NUM_REQS, "captured metadata", None, None)
-        captured = (MAX_NUM_REQS, MAX_NUM_TOKENS, None, None, None, "captured")
-        held = {"inputs": True, "decodes": decodes} if self.one_graph else {}
-        self.loop.phase(*captured, states=self.target_outputs, **held)
-        self.in_replay = False
-
-    def replay_decode(self, run: GraphRun) -> None:
-        self.calls.append(("replay_decode", run.descriptor))
-        self.in_replay = True
-        captured = (MAX_NUM_REQS, MAX_NUM_REQS, "captured metadata", None, None, "captured")
-        if self.refreshes_in_graph:
-            self.loop.decode_all(*captured, self.loop.config.num_draft_tokens)
+        loop, rows = self.loop, MAX_NUM_REQS
+        decodes = ForwardInputs(rows, rows, "captured metadata", None, None, Mode.FULL)
+        if graph.name == "decode graph":
+            (loop.decode_all if self.refreshes_in_graph else loop.decode)(decodes, loop.config.num_draft_tokens)
         else:
-            self.loop.decode(*captured, self.loop.config.num_draft_tokens)
+            prefill = ForwardInputs(rows, MAX_NUM_TOKENS, None, None, None, Mode.FULL)
+            whole = {"fills_inputs": True, "decodes": decodes} if self.one_graph else {}
+            loop.phase(prefill, states=loop.target_outputs, **whole)
         self.in_replay = False
 
 
@@ -299,8 +317,9 @@ def loop_on(
 ) -> DraftLoop:
     options = Options(disable=frozenset() if disable is None else frozenset({disable}))
     config = DraftConfig(num_draft_tokens, MAX_LEN, sample_offset, filters=False)
-    adapter.loop = loop_class(options)(adapter, config, make_buffers(num_draft_tokens))
-    return adapter.loop
+    loop = adapter.loop = loop_class(options)(adapter, config, make_buffers(num_draft_tokens))  # type: ignore[arg-type]
+    loop.phase_run = adapter.phase_run if adapter.one_graph and adapter.full_graphs else None
+    return loop
 
 
 # The tokens
@@ -356,16 +375,16 @@ def test_states_of_the_target(one_graph: bool, full_graphs: bool, layers: int) -
     adapter = ToyAdapter(refreshes_in_graph=True, full_graphs=full_graphs, one_graph=one_graph)
     loop = loop_on(adapter)
     outputs = TargetStates(torch.full((MAX_NUM_TOKENS, 2), 77.0, device=DEVICE))
-    adapter.target_outputs = outputs if layers == 1 else with_aux(outputs)
+    outputs = loop.target_outputs = outputs if layers == 1 else with_aux(outputs)
     for rows in (ROWS, ROWS[::-1][:2]):
         for by_a_graph in (False, True):
             batch = batch_of(rows, 4)
             if layers == 3:
                 batch.target_states = with_aux(batch.target_states)
             if by_a_graph:
-                for output, left in zip(adapter.target_outputs.used, batch.target_states.used, strict=True):
+                for output, left in zip(outputs.used, batch.target_states.used, strict=True):
                     output[: len(left)] = left
-                batch.target_states = adapter.target_outputs.rows(batch.num_tokens_padded)
+                batch.target_states = outputs
             assert loop.propose(batch).tolist() == expected_drafts(rows, 4, 0)
     assert set(adapter.combined) == {"in replay" if full_graphs else "eager"}
 
@@ -375,11 +394,34 @@ def test_drafts_are_a_view_of_the_persistent_buffer() -> None:
     assert loop.propose(batch_of(ROWS, 4)).data_ptr() == loop.buffers.draft_tokens.data_ptr()
 
 
-@pytest.mark.parametrize("full_graphs", [False, True])
-def test_the_host_knows_which_pass_is_the_prefill(full_graphs: bool) -> None:
-    adapter = ToyAdapter(full_graphs=full_graphs)
-    loop_on(adapter).propose(batch_of(ROWS[:1], 3))
-    assert [num_reqs > 0 for num_reqs in adapter.prefilled] == [True, False, False]
+def test_one_row_of_a_lone_requests_prefill_is_read() -> None:
+    """The decodes after it read all of theirs."""
+    adapter = ToyAdapter()
+    loop = loop_on(adapter)
+    loop.one_row_is_enough = True
+    for rows in (ROWS[:1], ROWS[:2]):
+        assert loop.propose(batch_of(rows, 3))[:, :3].tolist() == expected_drafts(rows, 3, 0)
+    assert adapter.one_row == [True, False, False] + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "mode", "enough", "alone"),
+    [
+        (1, Mode.FULL, True, True),
+        (1, Mode.NONE, True, True),
+        (1, Mode.PIECEWISE, True, False),
+        (2, Mode.FULL, True, False),
+        (1, Mode.NONE, False, False),
+    ],
+)
+def test_the_last_row_of_a_lone_request_counts_alone(num_reqs: int, mode: Mode, enough: bool, alone: bool) -> None:
+    """Not in a PIECEWISE graph, which any number of requests may replay."""
+    adapter = ToyAdapter()
+    loop = loop_on(adapter)
+    loop.one_row_is_enough = enough
+    loop.prefill(inputs_of(num_reqs, mode))
+    assert adapter.one_row == [alone]
+    assert row_read() is None
 
 
 def test_a_model_with_one_hidden_state_for_both() -> None:
@@ -407,12 +449,19 @@ def test_fewer_tokens_than_configured(asked: int, refreshes: bool) -> None:
     assert len(adapter.sampled) == asked
 
 
+def test_a_batch_that_erases_its_drafts() -> None:
+    """The model runner of 0.32 reads K columns of a batch that drafts nothing."""
+    loop = loop_on(ToyAdapter(), 4)
+    assert (loop.propose(batch_of(ROWS, 0, erases=True)) == -1).all()
+    assert (loop.buffers.draft_tokens[len(ROWS) :] == 1).all()
+
+
 # What the adapter is asked for
 
 
 def test_the_order_of_an_eager_run() -> None:
     adapter = ToyAdapter()
-    loop_on(adapter, 3).propose(batch_of(ROWS, 3))
+    loop_on(adapter, 3).propose(batch_of(ROWS, 3, mm_inputs="images"))
     forward = ("forward", "eager")
     assert adapter.calls == [
         ("begin_prefill",),
@@ -432,7 +481,9 @@ def test_the_order_of_an_eager_run() -> None:
         forward,
         ("on_multi_step_decode_end", 4),
     ]
-    assert adapter.across_dp == ["across DP, prefill", "across DP, decode", "across DP, decode"]
+    graphs = ["prefill graph", "decode graph", "decode graph"]
+    assert [each.num_tokens_across_dp for each in adapter.inputs] == [f"across DP, {graph}" for graph in graphs]
+    assert [each.mm_inputs for each in adapter.inputs] == ["images", None, None]
 
 
 @pytest.mark.parametrize("full_graphs", [False, True], ids=["eager", "replay"])
@@ -445,7 +496,7 @@ def test_metadata_is_built_for_every_step(disable: Behaviour | None, steps: list
     assert [step for (step,) in adapter.named("build_decode_metadata")] == steps
     if not full_graphs:
         decodes = [(f"metadata {step}", f"slots {step}") for step in (steps * 3)[:3]]
-        assert adapter.inputs[1:] == decodes
+        assert adapter.attention_inputs[1:] == decodes
 
 
 @pytest.mark.parametrize("full_graphs", [False, True], ids=["eager", "replay"])
@@ -473,7 +524,7 @@ def test_a_fused_run_refreshes_on_the_device(disable: Behaviour | None, refreshe
     loop_on(adapter, 4, disable=disable).propose(batch_of(ROWS, 4))
     assert adapter.named("build_decode_metadata") == [(1,)]
     assert len(adapter.named("refresh_decode_metadata")) == refreshed[-1]
-    assert adapter.inputs[1:] == [(f"refreshed {number}", "slots 1") for number in refreshed]
+    assert adapter.attention_inputs[1:] == [(f"refreshed {number}", "slots 1") for number in refreshed]
 
 
 def table_of_slots(stale: int) -> SlotTable:
@@ -485,37 +536,38 @@ def table_of_slots(stale: int) -> SlotTable:
 @pytest.mark.parametrize("disable", [None, Behaviour.DECODE_METADATA_REBUILD], ids=["on", "off"])
 def test_one_graph_maps_no_slots_between_its_passes(disable: Behaviour | None) -> None:
     """A draft prefill leaves the slots of the first decode, and of none behind the batch's requests."""
-    adapter = ToyAdapter(refreshes_in_graph=True, full_graphs=True, one_graph=True, slot_table=table_of_slots(7))
+    adapter = ToyAdapter(refreshes_in_graph=True, full_graphs=True, one_graph=True)
     loop = loop_on(adapter, 2, disable=disable)
+    table = loop.slot_table = table_of_slots(7)
     for rows in (ROWS, ROWS[::-1][:2]):
         assert loop.propose(batch_of(rows, 2)).tolist() == expected_drafts(rows, 2, 0)
         assert len(adapter.named("map_decode_slots")) == (2 if disable and rows is not ROWS else bool(disable))
         if not disable:
             requests, positions = loop.buffers.idx_mapping[: len(rows)], loop.buffers.positions[: len(rows)]
             behind = [-1] * (MAX_NUM_REQS - len(rows))
-            assert adapter.slot_table.slots.tolist() == (requests * MAX_LEN + positions).tolist() + behind
+            assert table.slots.tolist() == (requests * MAX_LEN + positions).tolist() + behind
 
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("disable", [None, Behaviour.DECODE_METADATA_REBUILD], ids=["on", "off"])
 def test_slots_are_looked_up_a_step_ahead(disable: Behaviour | None, ahead: bool) -> None:
-    adapter = ToyAdapter(refreshes_in_graph=True, slot_table=table_of_slots(-1) if ahead else None)
+    adapter, table = ToyAdapter(refreshes_in_graph=True), table_of_slots(-1)
     loop = loop_on(adapter, 4, disable=disable)
+    loop.slot_table = table if ahead else None
     assert loop.propose(batch_of(ROWS, 4)).tolist() == expected_drafts(ROWS, 4, 0)
     assert len(adapter.named("map_decode_slots")) == (1 if ahead or disable else 3)
     if ahead and not disable:
         requests, positions = loop.buffers.idx_mapping[: len(ROWS)], loop.buffers.positions[: len(ROWS)]
-        assert adapter.slot_table.slots.tolist()[: len(ROWS)] == (requests * MAX_LEN + positions).tolist()
-        assert (adapter.slot_table.slots[len(ROWS) :] == -1).all()
+        assert table.slots.tolist()[: len(ROWS)] == (requests * MAX_LEN + positions).tolist()
+        assert (table.slots[len(ROWS) :] == -1).all()
     elif ahead:
-        assert (adapter.slot_table.slots == -1).all()
+        assert (table.slots == -1).all()
 
 
 def test_full_graphs_are_replayed_step_by_step() -> None:
     adapter = ToyAdapter(full_graphs=True)
     loop_on(adapter, 4).propose(batch_of(ROWS, 4))
-    assert adapter.named("replay_prefill") == [("prefill graph",)]
-    assert adapter.named("replay_decode") == [("decode graph",)] * 3
+    assert adapter.named("replay") == [("prefill graph",), *[("decode graph",)] * 3]
     assert adapter.named("forward") == [("in replay",)] * 4
     assert adapter.named("prepare_fused_replay") == []
 
@@ -523,9 +575,8 @@ def test_full_graphs_are_replayed_step_by_step() -> None:
 def test_a_full_fused_graph_is_replayed_once() -> None:
     adapter = ToyAdapter(refreshes_in_graph=True, full_graphs=True)
     loop_on(adapter, 4).propose(batch_of(ROWS, 4))
-    names = [call[0] for call in adapter.calls]
-    assert adapter.named("replay_decode") == [("decode graph",)]
-    assert names.index("prepare_fused_replay") == names.index("replay_decode") - 1
+    assert adapter.named("replay") == [("prefill graph",), ("decode graph",)]
+    assert adapter.calls.index(("prepare_fused_replay",)) == adapter.calls.index(("replay", "decode graph")) - 1
     assert adapter.named("build_decode_metadata") == []
     assert adapter.named("forward") == [("in replay",)] * 4
 
@@ -547,9 +598,10 @@ def test_one_graph_drafts_what_two_draft(num_draft_tokens: int, sample_offset: i
 def test_one_graph_is_replayed_once_and_asks_nothing_else() -> None:
     adapter = ToyAdapter(refreshes_in_graph=True, full_graphs=True, one_graph=True)
     loop_on(adapter, 4).propose(batch_of(ROWS, 4))
-    assert adapter.calls[0] == ("replay_prefill", "phase graph")
+    assert adapter.calls[0] == ("replay", "phase graph")
+    assert len(adapter.named("replay")) == 1
     assert adapter.named("forward") == [("in replay",)] * 4
-    assert adapter.named("dispatch_decode") == adapter.named("replay_decode") == adapter.named("before_forward") == []
+    assert adapter.named("dispatch_decode") == adapter.named("before_forward") == []
     # In the graph; a model that shares what the prefill found must see them in this order.
     hooks = [call[0] for call in adapter.calls if call[0].startswith("on_")]
     assert hooks == ["on_prefill_end", "on_multi_step_decode_begin", "on_multi_step_decode_end", "on_prefill_begin"]
@@ -564,7 +616,7 @@ def test_a_warm_up_runs_each_kind_of_decode_once(
     loop = loop_on(adapter, num_draft_tokens)
     loop.warms_up = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    loop.decode_all(len(ROWS), len(ROWS), "metadata", "slots", None, "mode", num_draft_tokens)
+    loop.decode_all(inputs_of(), num_draft_tokens)
     decodes = num_draft_tokens - 1
     assert len(adapter.named("forward")) == (decodes if capturing else min(decodes, 2))
 
@@ -585,12 +637,12 @@ def test_decodes_that_are_fused_in_graphs_only() -> None:
     assert drafts.tolist() == expected_drafts(ROWS, 4, 0)
     assert adapter.named("build_decode_metadata") == [(1,), (2,), (3,)]
     assert adapter.named("refresh_decode_metadata") == []
-    assert adapter.inputs[1:] == [(f"metadata {step}", f"slots {step}") for step in (1, 2, 3)]
+    assert adapter.attention_inputs[1:] == [(f"metadata {step}", f"slots {step}") for step in (1, 2, 3)]
 
     adapter = ToyAdapter(refreshes_in_graph=True, fused_in_graphs_only=True, full_graphs=True)
     drafts = loop_on(adapter, 4).propose(batch_of(ROWS, 4))
     assert drafts.tolist() == expected_drafts(ROWS, 4, 0)
-    assert adapter.named("replay_decode") == [("decode graph",)]
+    assert adapter.named("replay") == [("prefill graph",), ("decode graph",)]
     assert len(adapter.named("prepare_fused_replay")) == 1
     assert adapter.named("build_decode_metadata") == []
 
@@ -611,9 +663,9 @@ def test_the_longest_sequence_is_that_of_the_batch(disable: Behaviour | None, as
     adapter = ToyAdapter()
     loop = loop_on(adapter, 4, disable=disable)
     loop.propose(batch_of([Row([1], start=62), Row([1, 2], start=38)], 4))  # reaches past the model's limit
-    assert adapter.draft_max_seq_len == MAX_LEN
+    assert adapter.max_seq_len == MAX_LEN
     loop.propose(batch_of([Row([1, 2], start=38), Row([1], start=3)], asked))
-    assert adapter.draft_max_seq_len == (40 + asked if disable is None else MAX_LEN)
+    assert adapter.max_seq_len == (40 + asked if disable is None else MAX_LEN)
 
 
 @pytest.mark.parametrize("refreshes", [False, True], ids=["by steps", "fused"])
@@ -621,10 +673,11 @@ def test_the_longest_sequence_is_that_of_the_batch(disable: Behaviour | None, as
 @pytest.mark.parametrize("disable", [None, Behaviour.DRAFT_LOGITS_IN_REPLAY], ids=["on", "off"])
 def test_logits_are_kept_at_every_step(disable: Behaviour | None, full_graphs: bool, refreshes: bool) -> None:
     adapter = ToyAdapter(refreshes, full_graphs)
-    loop_on(adapter, 4, disable=disable).propose(batch_of(ROWS, 4))
+    loop = loop_on(adapter, 4, disable=disable)
+    loop.propose(batch_of(ROWS, 4))
     kept = disable is None
     assert adapter.sampled == [(0, True), (1, kept), (2, kept), (3, kept)]
-    assert adapter.draft_logits is adapter._kept
+    assert loop.sample == adapter.sample
 
 
 @pytest.mark.parametrize("disable", [None, Behaviour.TARGET_METADATA_REUSE], ids=["on", "off"])
@@ -632,7 +685,7 @@ def test_draft_prefill_reads_the_targets_metadata(disable: Behaviour | None) -> 
     adapter = ToyAdapter()
     loop_on(adapter, disable=disable).propose(batch_of(ROWS, 4))
     whose = "the target's" if disable is None else "the draft's"
-    assert adapter.inputs[0] == (f"{whose} metadata", f"{whose} slots")
+    assert adapter.attention_inputs[0] == (f"{whose} metadata", f"{whose} slots")
     assert len(adapter.named("rebuild_prefill_metadata")) == (disable is not None)
 
 
@@ -657,7 +710,7 @@ def test_a_dummy_run_without_attention_builds_nothing(disable: Behaviour | None,
     adapter = ToyAdapter(refreshes)
     batch = batch_of(ROWS, 4, dummy_run=True, skip_attn=True, attn_metadata=None, slot_mappings=None)
     loop_on(adapter, disable=disable).propose(batch)
-    assert adapter.inputs == [(None, None)] * 4
+    assert adapter.attention_inputs == [(None, None)] * 4
     assert not {"build_decode_metadata", "refresh_decode_metadata", "rebuild_prefill_metadata"} & {
         call[0] for call in adapter.calls
     }

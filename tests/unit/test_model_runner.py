@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 
-from vllm_eagle_mrv2.patches import model_runner
 from vllm_eagle_mrv2.releases.common import StockAdapter
+
+from vllm_eagle_mrv2.patches import model_runner
 from vllm_eagle_mrv2.telemetry.counters import EAGER, PATHS, DraftCounter
 
 

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu_worker")
 
-from vllm_eagle_mrv2.patches import sleep
 from vllm_eagle_mrv2.releases.common import StockAdapter
+
+from vllm_eagle_mrv2.patches import sleep
 
 TABLE = [1.0, 2.0, 3.0]
 

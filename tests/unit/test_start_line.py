@@ -16,10 +16,10 @@ from vllm_eagle_mrv2.config.options import Options
 pytest.importorskip("vllm.config.compilation")
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm_eagle_mrv2.releases.common import StockAdapter
 
 from vllm_eagle_mrv2.kernels.measured import about
 from vllm_eagle_mrv2.releases import common
-from vllm_eagle_mrv2.releases.common import StockAdapter
 from vllm_eagle_mrv2.telemetry.start_line import Facts
 
 NONE, PIECEWISE, BOTH, DECODE_ONLY = (

@@ -117,7 +117,7 @@ class DraftHead:
             logits.short, logits.few = False, None
 
     def _look_at_draft(self, hidden_states: torch.Tensor) -> None:
-        """Use whole logits if the draft model changes what its ``LogitsProcessor`` returns; once, in the profile run."""
+        """Use whole logits if the draft model changes what its ``LogitsProcessor`` returns; in the profile run."""
         self._untried = False
         assert self._draft_logits is not None
         if self._draft_logits.returned_unchanged(self._compute, hidden_states):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs
+from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphMode
 
 
 class CapturedAttentionState(NamedTuple):
@@ -22,9 +23,9 @@ class CapturedAttentionState(NamedTuple):
 class AskedGraphs(NamedTuple):
     """Graph settings as the user gave them; vLLM fits them to the target before the draft's graphs are made."""
 
-    mode: Any
-    capture_sizes: Any
-    max_capture_size: Any
+    mode: GraphMode | None
+    capture_sizes: list[int] | None
+    max_capture_size: int | None
 
     @classmethod
     def of(cls, compilation_config: Any) -> AskedGraphs:
@@ -33,7 +34,7 @@ class AskedGraphs(NamedTuple):
         return cls(config.cudagraph_mode, config.cudagraph_capture_sizes, config.max_cudagraph_capture_size)
 
 
-Pass = Callable[[Any], None]
+Pass = Callable[[GraphMode], None]
 """A pass with its inputs bound; called with the CUDA graph mode."""
 
 
@@ -48,9 +49,9 @@ class FreshInputsCapture:
     def capture_fresh(
         self,
         forward: Callable[..., None],
-        make_inputs: Callable[[Any], ForwardInputs],
+        make_inputs: Callable[[Descriptor], ForwardInputs],
         label: str,
-        arguments: Callable[[Any], dict[str, Any]] = lambda descriptor: {},
+        arguments: Callable[[Descriptor], dict[str, Any]] = lambda descriptor: {},
     ) -> None:
         """Warm up and capture every descriptor of this manager.
 
@@ -61,7 +62,7 @@ class FreshInputsCapture:
             arguments: descriptor -> keyword arguments of the pass.
         """
 
-        def make_pass(descriptor: Any) -> Pass:
+        def make_pass(descriptor: Descriptor) -> Pass:
             inputs = make_inputs(descriptor)
             further = arguments(descriptor)
             return lambda mode: forward(inputs._replace(mode=mode), **further)
@@ -69,7 +70,7 @@ class FreshInputsCapture:
         # The release's own capture loop: PIECEWISE before FULL, warm-up before capture, the target's memory pool.
         super().capture(self.pass_factory(make_pass), label)  # type: ignore[misc]
 
-    def pass_factory(self, make_pass: Callable[[Any], Pass]) -> Callable[..., Any]:
+    def pass_factory(self, make_pass: Callable[[Descriptor], Pass]) -> Callable[..., Any]:
         """Return the factory that the capture loop calls, once for the warm-up pass and once for the captured one."""
         return lambda descriptor, warmup=False: make_pass(descriptor)
 
@@ -85,12 +86,12 @@ class DecodeCapture(FreshInputsCapture):
 class CollectsAttentionState:
     """Supports a capture loop that also collects the attention state of each pass; returns None for it."""
 
-    def pass_factory(self, make_pass: Callable[[Any], Pass]) -> Callable[..., tuple[Pass, None]]:
+    def pass_factory(self, make_pass: Callable[[Descriptor], Pass]) -> Callable[..., tuple[Pass, None]]:
         """Return the factory that the capture loop calls before each pass."""
         return lambda descriptor, warmup=False: (make_pass(descriptor), None)
 
 
-def decode_mode(target_mode: Any, *, full_decode_only: bool) -> Any:
+def decode_mode(target_mode: GraphMode, *, full_decode_only: bool) -> GraphMode:
     """Return the CUDA graph mode of draft decodes for a given target mode.
 
     PIECEWISE graphs pad a batch but not its attention metadata, which then holds stale entries for the padded rows.
@@ -102,5 +103,6 @@ def decode_mode(target_mode: Any, *, full_decode_only: bool) -> Any:
     """
     if not full_decode_only:
         return target_mode
-    modes = type(target_mode)
-    return modes.FULL_DECODE_ONLY if target_mode.decode_mode() == modes.FULL else modes.NONE
+    modes: Any = type(target_mode)
+    chosen: GraphMode = modes.FULL_DECODE_ONLY if target_mode.decode_mode() == modes.FULL else modes.NONE
+    return chosen

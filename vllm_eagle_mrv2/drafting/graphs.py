@@ -15,6 +15,7 @@ from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, decode_mode
 from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs, GraphRun
+from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphMode
 
 if TYPE_CHECKING:
     from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
@@ -39,14 +40,14 @@ class DraftGraphs:
         self.loop = loop
         self.asked_mode = asked.mode
         """The mode before vLLM lowered it to what the target's attention backends support in verification."""
-        self.target_mode: Any = None
+        self.target_mode: GraphMode | None = None
         """The mode after that."""
         self.target_graphs: Callable[[], Any] | None = None
         """Returns the target's current graph manager; set once the model runner has one."""
         self.scratch: Any = None  # workspace kept alive for the draft's graphs where the target has no graphs
         self._enabled = settings.options.enabled
         self._eager = bool(settings.enforce_eager)
-        self._phase_graphs: set[Any] = set()
+        self._phase_graphs: set[Descriptor] = set()
         """Descriptors of the draft prefill graphs that contain the whole draft phase."""
         self._phase_runs: dict[tuple[int, int], GraphRun] = {}
         """Dispatch results for these graphs, by a batch's number of requests and padded number of tokens."""
@@ -69,7 +70,7 @@ class DraftGraphs:
         finally:
             compilation.cudagraph_mode = fitted
 
-    def make_managers(self, target_mode: Any = None) -> None:
+    def make_managers(self, target_mode: GraphMode | None = None) -> None:
         """Make the managers once both the target's graph mode and the draft's builders are known.
 
         Which is known first depends on the release; vLLM may also ask again after dropping the managers.
@@ -80,7 +81,8 @@ class DraftGraphs:
             return
         mode = decodes_by = self.target_mode
         if self._eager:
-            mode = decodes_by = type(mode).NONE
+            modes: Any = type(mode)
+            mode = decodes_by = modes.NONE
         elif self._decodes_by_support and self._single_token_graphs():
             decodes_by = self.asked_mode or decodes_by
         draft_decode_mode = decode_mode(decodes_by, full_decode_only=self._enabled(Behaviour.FULL_DECODE_ONLY))
@@ -134,7 +136,7 @@ class DraftGraphs:
             self._phase_runs[size] = run
         return run
 
-    def find_phase_graphs(self) -> set[Any]:
+    def find_phase_graphs(self) -> set[Descriptor]:
         """Return the descriptors of the draft prefill graphs that can contain the whole draft phase."""
         if not (
             self.adapter.decodes_follow_prefill
@@ -146,7 +148,7 @@ class DraftGraphs:
         uniform = self.stock.num_speculative_steps + 1
         return {each for each in self._full_prefills() if each.uniform_token_count == uniform}
 
-    def _full_prefills(self) -> list[Any]:
+    def _full_prefills(self) -> list[Descriptor]:
         """Return the descriptors of the FULL draft prefill graphs."""
         captured = self.stock.prefill_cudagraph_manager._capture_descs.items()
         return [each for mode, some in captured if mode.name == "FULL" for each in some]
@@ -207,12 +209,13 @@ class DraftGraphs:
         loop.queue.clear()
         hooks.on_prefill_end(stock.max_num_reqs)
 
-    def _decodes_in_graph_of(self, descriptor: Any) -> ForwardInputs | None:
+    def _decodes_in_graph_of(self, descriptor: Descriptor) -> ForwardInputs | None:
         """Return dummy inputs of the draft decodes that a draft prefill graph contains; None if it has none."""
         if descriptor not in self._phase_graphs or self.stock.num_speculative_steps == 1:
             return None
+        of_prefill: Any = descriptor
         return self._dummy_decodes(
-            dataclasses.replace(descriptor, num_tokens=descriptor.num_reqs, uniform_token_count=1)
+            dataclasses.replace(of_prefill, num_tokens=descriptor.num_reqs, uniform_token_count=1)
         )
 
     def _capture_decodes(self) -> None:
@@ -233,14 +236,14 @@ class DraftGraphs:
         )
         adapter.hooks.on_multi_step_decode_end(stock.max_num_reqs)
 
-    def _dummy_decodes(self, descriptor: Any) -> ForwardInputs:
+    def _dummy_decodes(self, descriptor: Descriptor) -> ForwardInputs:
         stock = self.stock
         return self._dummy_inputs(
             stock.decode_cudagraph_manager, descriptor, stock.input_buffers, stock.attn_groups, step=1
         )
 
     def _dummy_inputs(
-        self, manager: Any, descriptor: Any, input_buffers: Any, attn_groups: Any, step: int
+        self, manager: Any, descriptor: Descriptor, input_buffers: Any, attn_groups: Any, step: int
     ) -> ForwardInputs:
         stock, adapter = self.stock, self.adapter
         self.loop.reset_for_capture(step)

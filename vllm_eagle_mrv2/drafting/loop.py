@@ -16,6 +16,7 @@ import torch
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.batch.queue import BatchQueue
 from vllm_eagle_mrv2.draft_model.last_row import only_row
+from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphManager, GraphMode
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class GraphRun:
     """How a forward pass runs, as chosen by the release's dispatch."""
 
-    manager: Any  # the graph manager that was asked
-    descriptor: Any  # the release's batch descriptor
+    manager: GraphManager  # that was asked
+    descriptor: Descriptor
     full: bool  # whether a FULL graph is replayed
     num_tokens_across_dp: Any = None  # [dp_size] int32 on the CPU, under data parallelism
 
@@ -47,7 +48,7 @@ class ForwardInputs(NamedTuple):
     attn_metadata: Any
     slot_mappings: Any  # by layer
     num_tokens_across_dp: Any  # [dp_size] int32 on the CPU, under data parallelism
-    mode: Any  # the release's CUDA graph mode
+    mode: GraphMode
     mm_inputs: Any = None
 
 

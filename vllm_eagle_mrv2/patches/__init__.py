@@ -297,6 +297,14 @@ PATCHES: tuple[Patch, ...] = (
         "draft heads of their own upstream",
     ),
     Patch(
+        "compute_logits of a draft whose logits are stored",
+        "vllm_eagle_mrv2.releases.adapter:ReleaseAdapter",
+        Scope.DRAFT,
+        "honours the requests' top-k and top-p (draft_top_k_top_p), and from 0.32 on gives logits the stored dtype",
+        "vLLM drafts from every token of the vocabulary",
+        "draft sampling with top-k and top-p",
+    ),
+    Patch(
         "embed_tokens, _embed_text_input_ids and backends of the draft while it loads",
         "vllm_eagle_mrv2.releases.draft_loading:repaired",
         Scope.DRAFT,
@@ -307,7 +315,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "add_request of the target's sampler",
-        "vllm_eagle_mrv2.releases.unused_drafts:keep_longest_lengths",
+        f"{_HERE}.model_runner:keep_longest_lengths",
         Scope.WORKER,
         "notes where each request ends (skip_unused_drafts)",
         "the runner's states lack it below 0.23",

@@ -23,6 +23,7 @@ from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_model.head import DraftHead
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
+from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.patches.draft_tokens import mark_drafted
@@ -193,7 +194,7 @@ class ReleaseAdapter:
         return SlotTable(tables.block_tables[0].gpu, tables.slot_mappings[0], block_size)
 
     def prepare_capture(
-        self, manager: Any, descriptor: Any, num_reqs: int, input_buffers: Any, attn_groups: Any
+        self, manager: Any, descriptor: Descriptor, num_reqs: int, input_buffers: Any, attn_groups: Any
     ) -> CapturedAttentionState:
         """Build the dummy attention inputs of a pass with the given builders and buffers."""
         raise NotImplementedError

@@ -135,7 +135,7 @@ class FusedAdapter(ReleaseAdapter):
         run = self._dispatch(self.stock.decode_cudagraph_manager, batch, num_tokens, 1, sync)
         if not run.full:
             return run
-        descriptor = run.manager.for_draft_length(run.descriptor, batch.num_draft_tokens)
+        descriptor = self.stock.decode_cudagraph_manager.for_draft_length(run.descriptor, batch.num_draft_tokens)
         return run if descriptor is run.descriptor else _graph_run(run.manager, descriptor, run.num_tokens_across_dp)
 
     def decode_dp_sync(self, batch: DraftBatch) -> tuple[Any, int]:

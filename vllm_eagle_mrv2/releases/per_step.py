@@ -24,6 +24,7 @@ from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_model.sampling import sample_and_store
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
+from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, longest_query
 from vllm_eagle_mrv2.releases.draft_lengths import hidden_schedule
@@ -222,7 +223,7 @@ class PerStepAdapter(ReleaseAdapter):
     # Capture
 
     def prepare_capture(
-        self, manager: Any, descriptor: Any, num_reqs: int, input_buffers: Any, attn_groups: Any
+        self, manager: Any, descriptor: Descriptor, num_reqs: int, input_buffers: Any, attn_groups: Any
     ) -> CapturedAttentionState:
         stock = self.stock
         return CapturedAttentionState(

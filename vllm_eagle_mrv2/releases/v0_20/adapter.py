@@ -12,6 +12,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, Pass
+from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.releases import monolith, v0_20
@@ -85,7 +86,7 @@ class Adapter(MonolithAdapter):
         return {}
 
     def prepare_capture(
-        self, manager: Any, descriptor: Any, num_reqs: int, input_buffers: Any, attn_groups: Any
+        self, manager: Any, descriptor: Descriptor, num_reqs: int, input_buffers: Any, attn_groups: Any
     ) -> CapturedAttentionState:
         built = super().prepare_capture(manager, descriptor, num_reqs, input_buffers, attn_groups)
         # PIECEWISE graphs get no metadata, as in later releases and in this release's target.
