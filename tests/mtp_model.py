@@ -157,6 +157,7 @@ def our_mtp_speculator(llm: Any) -> Any:
     """The speculator of an in-process engine, which must be ours; up to vLLM 0.22 all families have one class."""
     speculator = support.speculator_of(llm)
     own_class = find_spec("vllm.v1.worker.gpu.spec_decode.mtp") is not None
-    assert type(speculator).__name__ == ("EagleMRV2MTPSpeculator" if own_class else "EagleMRV2Speculator")
-    assert speculator.settings.family == speculator.method == "mtp"
+    ours, stock = (each.__name__ for each in type(speculator).__mro__[:2])
+    assert (ours, stock) == ("EagleMRV2Speculator", "MTPSpeculator" if own_class else "EagleSpeculator")
+    assert speculator.drafter.settings.family == speculator.method == "mtp"
     return speculator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,7 +72,7 @@ def test_supported_counts_the_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -
         series=("0.999",),
         symbols=(),
         stock={},
-        speculators="fork",
+        adapter="fork",
     )
     monkeypatch.setattr(releases, "all_releases", lambda: [theirs, *RELEASES])
     assert releases.supported().endswith(f", {SERIES[-1]}.x and 0.999.x")
@@ -91,7 +92,7 @@ def test_the_host_of_a_fork_comes_first(monkeypatch: pytest.MonkeyPatch) -> None
         series=RELEASES[0].series,
         symbols=(),
         stock={},
-        speculators="fork",
+        adapter="fork",
         families=("eagle",),
     )
 
@@ -138,7 +139,7 @@ def test_a_family_that_a_host_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
         series=RELEASES[0].series,
         symbols=(),
         stock={},
-        speculators="nowhere",
+        adapter="nowhere",
         families=("eagle",),
     )
     with pytest.raises(EagleMRV2Error, match=r"does not support the family mtp .* use method=mtp"):
@@ -212,7 +213,7 @@ def test_the_installed_release_is_told_from_one_that_lacks_something(monkeypatch
         series=adapter.series,
         symbols=(*adapter.symbols, Symbol("vllm.v1.worker.gpu.attn_utils", "no_such_thing")),
         stock=adapter.stock,
-        speculators=adapter.speculators,
+        adapter=adapter.adapter,
     )
     monkeypatch.setattr(releases, "all_releases", lambda: [needy])
     releases.installed_release.cache_clear()
@@ -225,15 +226,15 @@ def test_the_installed_release_is_told_from_one_that_lacks_something(monkeypatch
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_installed_release_has_a_speculator_for_every_family(family: Any) -> None:
-    import importlib
-
-    adapter = installed()
-    speculator = importlib.import_module(adapter.speculators).speculator_class(family)
-    stock = next(base for base in speculator.__mro__ if base.__module__.startswith("vllm."))
+    release = installed()
+    adapter = importlib.import_module(release.adapter).Adapter
+    assert adapter.release is release
+    speculator = release.speculator_class(family)
+    stock = speculator.__base__
+    assert stock is adapter.stock_class(family)
     one_class = releases.installed_version() < Version("0.23")
     assert stock.__name__ == ("MTPSpeculator" if family == "mtp" and not one_class else "EagleSpeculator")
-    assert speculator.release is adapter
-    # Ours come first: what the draft loop replaces must not be the stock speculator's.
+    # What drafts must not be the stock speculator's.
     for name in ("propose", "capture", "init_cudagraph_manager"):
         assert getattr(speculator, name).__module__.startswith("vllm_eagle_mrv2.")
 

@@ -12,12 +12,13 @@ import torch
 
 from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.drafting.capture import (
-    CapturedAttentionState,
+    CollectsAttentionState,
     DecodeCapture,
     FreshInputsCapture,
     PrefillCapture,
     decode_mode,
 )
+from vllm_eagle_mrv2.drafting.loop import ForwardInputs
 
 CUDAGraphMode = pytest.importorskip("vllm.config.compilation").CUDAGraphMode
 
@@ -57,36 +58,42 @@ class StockManager:
             create_forward_fn(descriptor)("capture")
 
 
+def inputs_of(descriptor: Any) -> ForwardInputs:
+    return ForwardInputs(2, 8, {"of": descriptor}, {"slots": descriptor}, None, "not yet known")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("mixin", [FreshInputsCapture, PrefillCapture, DecodeCapture])
 def test_every_pass_gets_inputs_of_its_own(mixin: type[FreshInputsCapture]) -> None:
     manager = type("Manager", (mixin, StockManager), {})()
-    made: list[CapturedAttentionState] = []
-    passes: list[tuple[Any, ...]] = []
+    made: list[ForwardInputs] = []
+    passes: list[tuple[ForwardInputs, Any]] = []
 
-    def make_inputs(descriptor: str) -> CapturedAttentionState:
-        made.append(CapturedAttentionState(2, 8, {"of": descriptor}, {"slots": descriptor}, None))
+    def make_inputs(descriptor: Any) -> ForwardInputs:
+        made.append(inputs_of(descriptor))
         return made[-1]
 
-    def forward(*arguments: Any, **further: Any) -> None:
-        passes.append((arguments, further))
-
-    manager.capture_fresh(forward, make_inputs, "Capturing", lambda descriptor: {"num_draft_tokens": descriptor * 2})
+    manager.capture_fresh(
+        lambda inputs, **further: passes.append((inputs, further)),
+        make_inputs,
+        "Capturing",
+        lambda descriptor: {"num_draft_tokens": descriptor * 2},
+    )
 
     assert manager.label == "Capturing"
     # One set of inputs for each pass, and each pass with its own, made before it ran.
     assert [inputs.attn_metadata["of"] for inputs in made] == ["a", "a", "b", "b"]
-    assert len({id(inputs.attn_metadata) for inputs in made}) == len(passes) == 4
-    for inputs, (arguments, _) in zip(made, passes, strict=True):
-        assert arguments[:2] == (2, 8)
-        assert arguments[2] is inputs.attn_metadata
-        assert arguments[3] is inputs.slot_mappings
-    assert [arguments[-1] for arguments, _ in passes] == ["warm-up", "capture"] * 2
+    assert len({id(inputs.attn_metadata) for inputs in made}) == 4
+    modes = ["warm-up", "capture"] * 2
+    assert [inputs for inputs, _ in passes] == [
+        inputs._replace(mode=mode) for inputs, mode in zip(made, modes, strict=True)
+    ]
+    assert all(ran.attn_metadata is inputs.attn_metadata for (ran, _), inputs in zip(passes, made, strict=True))
     assert [further for _, further in passes] == [{"num_draft_tokens": text} for text in ("aa", "aa", "bb", "bb")]
 
 
 def test_inputs_are_made_outside_the_graph() -> None:
     """``create_forward`` runs before a capture, what it returns inside: building inputs there would be recorded."""
-    made: list[str] = []
+    made: list[Any] = []
 
     class Looks(StockManager):
         def capture(self, create_forward_fn: Any, progress_bar_desc: str) -> None:
@@ -96,9 +103,9 @@ def test_inputs_are_made_outside_the_graph() -> None:
             forward("replay")
             assert made == ["a"]
 
-    def make_inputs(descriptor: str) -> CapturedAttentionState:
+    def make_inputs(descriptor: Any) -> ForwardInputs:
         made.append(descriptor)
-        return CapturedAttentionState(1, 1, None, None, None)
+        return inputs_of(descriptor)
 
     type("Manager", (FreshInputsCapture, Looks), {})().capture_fresh(lambda *a, **k: None, make_inputs, "")
     assert made == ["a"]
@@ -135,27 +142,35 @@ def test_the_pass_factory_makes_a_pass_at_every_call() -> None:
 
 
 def test_capture_hands_the_release_what_its_pass_factory_returns() -> None:
+    """As where the capture loop collects attention states too."""
     handed: list[Any] = []
 
     class Looks:
         def capture(self, create_forward_fn: Any, progress_bar_desc: str) -> None:
             handed.append(create_forward_fn("a"))
 
-    class Pairs(FreshInputsCapture):
-        def pass_factory(self, make_pass: Callable[[Any], Callable[[Any], None]]) -> Callable[..., Any]:
-            return lambda descriptor: (make_pass(descriptor), None)
-
     modes: list[Any] = []
-    inputs = CapturedAttentionState(1, 1, None, None, None)
-    type("Manager", (Pairs, Looks), {})().capture_fresh(lambda *a, **k: modes.append(a[-1]), lambda _: inputs, "")
+    manager = type("Manager", (CollectsAttentionState, FreshInputsCapture, Looks), {})()
+    manager.capture_fresh(lambda inputs: modes.append(inputs.mode), inputs_of, "")
     ((captured, state),) = handed
     captured("mode")
     assert modes == ["mode"]
     assert state is None
 
 
-def mixin_of(adapter: str, name: str, *, elsewhere: bool = False) -> Any:
-    """A mixin of an adapter's graph managers; the adapter's module is imported on its own releases.
+@pytest.mark.parametrize("arguments", [({}, {}), ({"warmup": True}, {"warmup": False})], ids=["0.22", "0.23"])
+def test_a_factory_of_releases_that_collect_attention_states(arguments: tuple[dict[str, bool], ...]) -> None:
+    make_pass, happened = numbered_passes()
+    factory = CollectsAttentionState().pass_factory(make_pass)
+    for number, given in enumerate(arguments):
+        run, state = factory("a", **given)
+        run("mode")  # type: ignore[arg-type]
+        assert state is None
+        assert happened[2 * number :] == made_and_run(number, "mode")
+
+
+def module_of(adapter: str, *, elsewhere: bool = False) -> Any:
+    """An adapter's module, which is imported on its own releases.
 
     With ``elsewhere`` also on others that have what it imports, for a module whose seams pass by what is not ours.
     """
@@ -165,18 +180,25 @@ def mixin_of(adapter: str, name: str, *, elsewhere: bool = False) -> Any:
     if not (covered or elsewhere):
         pytest.skip(f"{adapter} is not for the installed vLLM")
     try:
-        module = importlib.import_module(f"vllm_eagle_mrv2.releases.{adapter}.speculator")
+        return importlib.import_module(f"vllm_eagle_mrv2.releases.{adapter}.adapter")
     except ImportError as error:
         if covered:
             raise
         pytest.skip(f"{adapter} is not for the installed vLLM: {error}")
-    return getattr(module, name)()
+
+
+@pytest.mark.parametrize("adapter", ["v0_22", "v0_23"])
+def test_managers_of_releases_that_collect_attention_states(adapter: str) -> None:
+    """The mixin comes first, or a manager would hand passes without a state."""
+    module = module_of(adapter).Adapter
+    for manager in (module.prefill_manager_class, module.decode_manager_class):
+        assert manager.pass_factory is CollectsAttentionState.pass_factory
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["FULL", "PIECEWISE"])
 def test_one_factory_call_for_warm_up_and_capture(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pass, happened = numbered_passes()
-    factory = mixin_of("v0_20", "_OneFactoryCall", elsewhere=True).pass_factory(make_pass)
+    factory = module_of("v0_20", elsewhere=True)._OneFactoryCall().pass_factory(make_pass)
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
 
@@ -189,15 +211,3 @@ def test_one_factory_call_for_warm_up_and_capture(full: bool, monkeypatch: pytes
     run("capture")
     assert happened[: len(before) + 1] == [*before, ("ran", 1, "capture")]
     assert len(happened) == len(before) + (1 if full else 2)
-
-
-@pytest.mark.parametrize("adapter", ["v0_22", "v0_23"])
-def test_a_factory_of_releases_that_collect_attention_states(adapter: str) -> None:
-    make_pass, happened = numbered_passes()
-    factory = mixin_of(adapter, "_WithAttentionState").pass_factory(make_pass)
-    warm_up, capture = ({"warmup": True}, {"warmup": False}) if adapter == "v0_23" else ({}, {})
-    for number, arguments in enumerate((warm_up, capture)):
-        run, state = factory("a", **arguments)
-        run("mode")
-        assert state is None
-        assert happened[2 * number :] == made_and_run(number, "mode")

@@ -35,10 +35,10 @@ def phases(rank: int) -> dict[str, int]:
 def test_counts_of_each_rank() -> None:
     first, second = DraftCounter.of_rank(0), DraftCounter.of_rank(10)
     assert first.shared
-    first.count(counters.ONE_GRAPH, 3)
-    first.count(counters.ONE_GRAPH, 3)
-    first.count(counters.EAGER, 2)
-    second.count(counters.PREFILL_ONLY, 0)
+    first.slots[counters.ONE_GRAPH] += 2
+    first.slots[counters.EAGER] += 1
+    first.slots[counters.DRAFT_LENGTH] = 2
+    second.slots[counters.PREFILL_ONLY] += 1
     assert [rank for rank, _ in read_counts()] == [0, 10]
     assert phases(0) == {"one_graph": 2, "eager": 1}
     assert phases(10) == {"prefill_only": 1}
@@ -51,7 +51,7 @@ def test_children_count_into_the_same_folder() -> None:
     worker = (
         "from vllm_eagle_mrv2.telemetry import counters\n"
         "counters.share_folder()\n"  # as an API server beside others does
-        "counters.DraftCounter.of_rank(1).count(counters.FUSED, 5)"
+        "counters.DraftCounter.of_rank(1).slots[counters.FUSED] += 1"
     )
     subprocess.run([sys.executable, "-c", worker], check=True)
     assert phases(1) == {"fused": 1}
@@ -76,7 +76,7 @@ def test_without_a_front_end_here(where: str | None, folder: Path, monkeypatch: 
     else:
         monkeypatch.setenv(FOLDER_VARIABLE, str(folder / where))
     counter = DraftCounter.of_rank(0)
-    counter.count(counters.FUSED, 3)
+    counter.slots[counters.FUSED] += 1
     assert not counter.shared
     assert list(read_counts()) == []
 

@@ -81,7 +81,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     def put(
         version: str = "0.40.0",
         lacking: str | None = None,
-        speculator_class: Any = lambda family: object,
+        stock_class: Any = lambda family: object,
         plugin: bool = True,
         **adapter: Any,
     ) -> None:
@@ -94,7 +94,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         add("vllm", __version__=version)
         add("vllm.platforms", current_platform=SimpleNamespace(device_type="made-up"))
         add("made_up_surface", **{name: object for name in ("Kept", "Called") if name != lacking})
-        add("made_up_speculators", speculator_class=speculator_class)
+        add("made_up_adapter", Adapter=SimpleNamespace(stock_class=stock_class))
         theirs = Release(
             **{
                 "name": "made_up",
@@ -106,7 +106,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
                 ),
                 "stock": {Behaviour.DRAFT_LOGITS_IN_REPLAY: "", Behaviour.ACTUAL_MAX_SEQ_LEN: ">=0.41"},
                 "not_offered": {Behaviour.DYNAMIC_DRAFT_LENGTH: ""},
-                "speculators": "made_up_speculators",
+                "adapter": "made_up_adapter",
                 "unsupported": ("drafting on Sundays",),
                 **adapter,
             }
@@ -286,7 +286,7 @@ def test_a_speculator_that_cannot_be_made(install: Install) -> None:
     def fail(family: str) -> type:
         raise TypeError(f"no {family} today")
 
-    install(speculator_class=fail)
+    install(stock_class=fail)
     report = run_json()
     assert report["exit_code"] == 1
     assert report["problems"] == ["the speculator of adapter made_up cannot be made (TypeError: no eagle today)."]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,14 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import nn
-from vllm_eagle_mrv2.releases.common import StockAdapter
 
 from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases import draft_loading
+
+from .stock import drafter_on, stock_speculator
 
 
 class Target(nn.Module):
@@ -262,21 +263,16 @@ def test_stock_orders_caches_beside_mamba() -> None:
 # All adapters load so
 
 
-def test_adapters_load_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Speculator(StockAdapter, Stock):  # type: ignore[misc]
-        def __init__(self, draft: nn.Module, vllm_config: Any) -> None:
-            Stock.__init__(self, draft, vllm_config)
-            self.settings = Settings("eagle", Options())
-            self.options = Options(
-                disable=frozenset(
-                    {Behaviour.SINGLE_TOKEN_ATTENTION, Behaviour.ROW_PRODUCTS, Behaviour.TWO_STAGE_ARGMAX}
-                )
-            )
-            self.draft_logits = None
-
+def test_drafters_load_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(moe_backend="triton")
+    speculator = stock_speculator(draft=bare_draft())
+    vars(speculator.vllm_config).update(vars(config))
+    speculator.load_model = functools.partial(Stock.load_model, speculator)
+    off = {Behaviour.SINGLE_TOKEN_ATTENTION, Behaviour.ROW_PRODUCTS, Behaviour.TWO_STAGE_ARGMAX}
+    drafter = drafter_on(speculator, options=Options(disable=frozenset(off)))
     monkeypatch.setattr(releases, "installed_version", lambda: Version("0.25.1"))
-    speculator = Speculator(bare_draft(), configuration(moe_backend="triton"))
     target = MultimodalTarget()
-    speculator.load_model(target)
+    with drafter.loading(target):
+        speculator.load_model(target)
     assert speculator.built_by.kernel_config.moe_backend == "triton"
     assert speculator.model.lm_head is target.language_model.lm_head

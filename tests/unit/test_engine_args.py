@@ -953,8 +953,8 @@ def test_the_class_of_the_speculator(head: str, models: dict[str, str]) -> None:
 
     ours = make_speculator(ask(models, "eagle_mrv2", head).create_engine_config())
     assert isinstance(ours, EagleSpeculator)
-    assert type(ours).__module__ == releases.installed_release().speculators
-    assert ours.settings == Settings(family, Options())
+    assert type(ours.drafter.adapter).__module__ == releases.installed_release().adapter
+    assert ours.drafter.settings == Settings(family, Options())
 
 
 def test_the_model_runner_calls_our_init_speculator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from packaging.version import Version
 
+from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.draft_model import linear  # noqa: F401  (defines the ops)
-from vllm_eagle_mrv2.draft_model.last_row import row_read
-from vllm_eagle_mrv2.drafting.loop import GraphRun
+from vllm_eagle_mrv2.drafting.graphs import DraftGraphs
+from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
+
+from .stock import ASKED, MAX_NUM_REQS, K, drafter_on, stock_speculator
 
 if not hasattr(pytest.importorskip("vllm.v1.worker.utils"), "get_uniform_decode_token_count"):
     pytest.skip("vLLM 0.28 is the first with a refresh that a graph can hold", allow_module_level=True)
@@ -27,11 +29,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm_eagle_mrv2.patches import draft_tokens
 from vllm_eagle_mrv2.patches.wrap import wrap
 from vllm_eagle_mrv2.releases import autoregressive, draft_lengths, fused, installed_version
-from vllm_eagle_mrv2.releases.autoregressive import AutoRegressiveAdapter
 from vllm_eagle_mrv2.releases.fused import DecodeEagleCudaGraphManager, DraftBatchDescriptor, FusedAdapter
+from vllm_eagle_mrv2.releases.v0_28 import adapter as v0_28
+from vllm_eagle_mrv2.releases.v0_29 import adapter as v0_29
+from vllm_eagle_mrv2.releases.v0_32 import adapter as v0_32
 
-K = 4
-MAX_NUM_REQS = 8
 SCHEDULE = [(1, 2, 4), (3, 5, 2), (6, 8, 0)]
 
 
@@ -39,80 +41,89 @@ def descriptor(num_reqs: int, mode: Any = CUDAGraphMode.FULL) -> Any:
     return BatchExecutionDescriptor(cg_mode=mode, num_tokens=num_reqs, num_reqs=num_reqs, uniform_token_count=1)
 
 
-# Graphs for several numbers of draft tokens
+# The manager of draft decodes, for several numbers of draft tokens
 
 
-def manager_of(*descriptors: Any) -> DecodeEagleCudaGraphManager:
-    manager = object.__new__(DecodeEagleCudaGraphManager)
-    manager._capture_descs = {CUDAGraphMode.FULL: list(descriptors)}
-    manager.graphs = {}
-    return manager
+@pytest.fixture
+def make_manager(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
+    monkeypatch.setattr(cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None))
+    stock = stock_speculator(schedule=[(1, 4, K), (5, 8, K - 1)])
+    draft, vllm_config = stock.speculative_config, stock.vllm_config
+    draft.uses_dynamic_speculative_decoding = lambda: draft.num_speculative_tokens_per_batch_size is not None
+    vllm_config.num_speculative_tokens = K
+    vllm_config.scheduler_config = SimpleNamespace(max_num_seqs=MAX_NUM_REQS)
+    vllm_config.parallel_config.data_parallel_size = 1
+    vllm_config.cache_config.use_kda_recoverssm = False
+    adapter = v0_29.Adapter(stock, Options(), ASKED)
+
+    def make(sizes: tuple[int, ...] = (4, 8), *, hidden: bool = True) -> DecodeEagleCudaGraphManager:
+        compilation = vllm_config.compilation_config
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(sizes), max(sizes)
+        with adapter.decode_capture_sizes() if hidden else nullcontext():
+            mode = CUDAGraphMode.FULL_DECODE_ONLY
+            manager = DecodeEagleCudaGraphManager(vllm_config, stock.device, mode, decode_query_len=1)
+        # Everybody else sees the schedule.
+        assert draft.num_speculative_tokens_per_batch_size is not None
+        return manager
+
+    return make
 
 
-def capture(manager: DecodeEagleCudaGraphManager) -> None:
-    manager.graphs = {each: object() for each in manager._capture_descs[CUDAGraphMode.FULL]}
+def captured_by(manager: DecodeEagleCudaGraphManager) -> dict[int, Any]:
+    """Capture the descriptors of a manager; return them by number of requests."""
+    descriptors = manager._capture_descs[CUDAGraphMode.FULL]
+    manager.graphs = {each: object() for each in descriptors}
+    return {each.num_reqs: each for each in descriptors}
 
 
-def test_one_graph_for_each_number_of_draft_tokens() -> None:
-    manager = manager_of(descriptor(8), descriptor(4))
-    manager.specialize([4, 2])
+def test_a_schedule_leaves_the_draft_decodes_one_token_a_request(make_manager: Any) -> None:
+    captured = make_manager((1, 2, 4, 8, 16))._capture_descs[CUDAGraphMode.FULL]
+    assert [(d.num_tokens, d.num_reqs, d.uniform_token_count) for d in captured] == [(n, n, 1) for n in (8, 4, 2, 1)]
+
+
+@pytest.mark.skipif(installed_version() >= Version("0.32"), reason="from 0.32 on vLLM's manager knows better")
+def test_the_stock_manager_divides_by_zero(make_manager: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        make_manager(hidden=False)
+
+
+def test_one_graph_for_each_number_of_draft_tokens(make_manager: Any) -> None:
+    manager = make_manager()
     wanted = [(8, 4), (8, 2), (4, 4), (4, 2)]
-    assert [(d.num_reqs, d.num_draft_tokens) for d in manager._capture_descs[CUDAGraphMode.FULL]] == wanted
-    # vLLM may drop the graphs and capture again, with the same manager.
-    manager.specialize([4, 2])
-    assert [(d.num_reqs, d.num_draft_tokens) for d in manager._capture_descs[CUDAGraphMode.FULL]] == wanted
+    for _ in range(2):  # vLLM may drop the graphs and capture again, with the same manager
+        manager.specialize([4, 2])
+        captured = manager._capture_descs[CUDAGraphMode.FULL]
+        assert [(each.num_reqs, each.num_draft_tokens) for each in captured] == wanted
 
 
-def test_the_graph_that_drafts_as_many() -> None:
-    manager = manager_of(descriptor(8), descriptor(4))
+def test_the_graph_that_drafts_as_many(make_manager: Any) -> None:
+    manager = make_manager()
+    plain = captured_by(manager)[4]
     manager.specialize([4, 2])
-    capture(manager)
-    chosen = manager.for_draft_length(descriptor(4), 2)
-    assert chosen == DraftBatchDescriptor(**vars(descriptor(4)), num_draft_tokens=2)
+    captured_by(manager)
+    chosen = manager.for_draft_length(plain, 2)
+    assert chosen == DraftBatchDescriptor(**vars(plain), num_draft_tokens=2)
     assert chosen in manager.graphs
-
-
-def test_without_such_a_graph_the_batch_runs_eagerly() -> None:
-    manager = manager_of(descriptor(4))
-    manager.specialize([4, 2])
-    capture(manager)
-    assert manager.for_draft_length(descriptor(4), 3) == descriptor(4, CUDAGraphMode.NONE)
+    # Without such a graph the batch runs eagerly.
+    assert manager.for_draft_length(plain, 3) == dataclasses.replace(plain, cg_mode=CUDAGraphMode.NONE)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [2, K])
-def test_graphs_for_one_number_serve_every_batch(num_draft_tokens: int) -> None:
+def test_graphs_for_one_number_serve_every_batch(num_draft_tokens: int, make_manager: Any) -> None:
     """As where a graph holds one step, or where K is constant."""
-    manager = manager_of(descriptor(4))
-    capture(manager)
-    assert manager.for_draft_length(descriptor(4), num_draft_tokens) == descriptor(4)
+    manager = make_manager()
+    plain = captured_by(manager)[4]
+    assert manager.for_draft_length(plain, num_draft_tokens) is plain
 
 
-def test_a_batch_without_a_graph_stays_as_it_is() -> None:
+def test_a_batch_without_a_graph_stays_as_it_is(make_manager: Any) -> None:
     eager = descriptor(4, CUDAGraphMode.NONE)
-    assert manager_of().for_draft_length(eager, 2) is eager
+    assert make_manager().for_draft_length(eager, 2) is eager
 
 
-# Speculators, without a model
-
-
-class Loop:
-    """A draft loop that writes down the batches it is given."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-        self.config = SimpleNamespace()
-        self.decode_all, self.decode = object(), object()
-        self.buffers = SimpleNamespace(
-            idx_mapping=torch.arange(MAX_NUM_REQS),
-            query_start_loc=torch.arange(MAX_NUM_REQS + 1, dtype=torch.int32),
-            positions=torch.zeros(MAX_NUM_REQS, dtype=torch.int64),
-            draft_tokens=torch.arange(MAX_NUM_REQS * K).view(MAX_NUM_REQS, K),
-        )
-
-    def propose(self, batch: Any) -> torch.Tensor:
-        self.batches.append(batch)
-        drafts: torch.Tensor = self.buffers.draft_tokens[: batch.num_reqs]
-        return drafts
+# Adapters, without a model
 
 
 class Tables:
@@ -133,32 +144,9 @@ class Tables:
         self.gathered = num_reqs_padded
 
 
-def speculator(base: type[FusedAdapter], *, schedule: Any = None, **attributes: Any) -> Any:
-    """An adapter without the stock speculator behind it."""
-
-    class Bare(base):  # type: ignore[misc, valid-type]
-        dp_sync_argument = "dp_sync"
-
-        def __init__(self) -> None:
-            self.num_speculative_steps = K
-            self.max_num_reqs = MAX_NUM_REQS
-            self.speculative_config = SimpleNamespace(
-                num_speculative_tokens=K, num_speculative_tokens_per_batch_size=schedule
-            )
-            self.options = attributes.pop("options", Options())
-            self.dp_size, self.dp_rank = attributes.pop("dp_size", 1), 0
-            self.loop, self.block_tables = Loop(), Tables()
-            self.attn_groups: Any = []
-            self.filters_drafts = False
-            for name, value in attributes.items():
-                setattr(self, name, value)
-
-    adapter = Bare()
-    # What `StockAdapter.__init__` needs a whole vLLM for has been given above.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused.StockAdapter, "__init__", lambda self, vllm_config, device: None)
-        base.__init__(adapter, None, torch.device("cpu"))
-    return adapter
+def adapter_on(adapter_class: type[FusedAdapter], **how: Any) -> Any:
+    """An adapter on a stand-in for vLLM's speculator."""
+    return adapter_class(stock_speculator(**{"block_tables": Tables(), **how}), Options(), ASKED)
 
 
 def batch_of(num_reqs: int = 3, **changes: Any) -> Any:
@@ -183,14 +171,20 @@ def batch_of(num_reqs: int = 3, **changes: Any) -> Any:
 def input_batch(num_reqs: int) -> Any:
     fields = ("input_ids", "positions", "query_start_loc", "seq_lens", "seq_lens_cpu_upper_bound", "idx_mapping")
     return SimpleNamespace(
-        num_reqs=num_reqs, num_tokens=num_reqs, num_tokens_after_padding=num_reqs, **dict.fromkeys(fields)
+        num_reqs=num_reqs,
+        num_tokens=num_reqs,
+        num_tokens_after_padding=num_reqs,
+        num_draft_tokens=num_reqs,  # to verify
+        **dict.fromkeys(fields),
     )
 
 
-def propose(adapter: Any, batch: Any, **how: Any) -> torch.Tensor:
-    hidden = torch.zeros(batch.num_reqs, 2)
-    drafts: torch.Tensor = adapter._propose(batch, None, None, hidden, None, *[None] * 6, **how)
-    return drafts
+def read(adapter: FusedAdapter, batch: Any, **how: Any) -> Any:
+    return adapter.read(batch, None, None, torch.zeros(batch.num_reqs, 2), None, *[None] * 6, **how)
+
+
+def inputs_of(num_reqs: int, attn_metadata: Any = None) -> ForwardInputs:
+    return ForwardInputs(num_reqs, num_reqs, attn_metadata, None, None, None)
 
 
 # How many tokens are drafted
@@ -198,13 +192,10 @@ def propose(adapter: Any, batch: Any, **how: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("num_reqs", "drafted"), [(1, 4), (2, 4), (3, 2), (5, 2), (6, 0), (8, 0)])
 def test_the_batch_size_decides_how_many_are_drafted(num_reqs: int, drafted: int) -> None:
-    adapter = speculator(AutoRegressiveAdapter, schedule=SCHEDULE)
+    adapter = adapter_on(v0_29.Adapter, schedule=SCHEDULE)
     batch = input_batch(num_reqs)
-    drafts = propose(adapter, batch)
-    assert adapter.loop.batches[0].num_draft_tokens == drafted
-    # What the runner of these releases stores is as wide as K, whatever was drafted.
-    assert drafts.shape == (num_reqs, K)
-    # What it tells the scheduler of is not.
+    assert read(adapter, batch).num_draft_tokens == drafted
+    # What the scheduler is told of.
     assert getattr(batch, draft_tokens._DRAFTED) == drafted
 
 
@@ -216,17 +207,26 @@ def test_the_batch_size_decides_how_many_are_drafted(num_reqs: int, drafted: int
     ],
 )
 def test_all_are_drafted(what: str, how: dict[str, Any]) -> None:
-    adapter = speculator(AutoRegressiveAdapter, **how)
     batch = input_batch(6)
-    propose(adapter, batch)
-    assert adapter.loop.batches[0].num_draft_tokens == K
+    assert read(adapter_on(v0_29.Adapter, **how), batch).num_draft_tokens == K
     assert not hasattr(batch, draft_tokens._DRAFTED)
 
 
 def test_a_dummy_run_drafts_all() -> None:
-    adapter = speculator(AutoRegressiveAdapter, schedule=SCHEDULE)
-    propose(adapter, input_batch(6), dummy_run=True)
-    assert adapter.loop.batches[0].num_draft_tokens == K
+    adapter = adapter_on(v0_29.Adapter, schedule=SCHEDULE)
+    assert read(adapter, input_batch(6), dummy_run=True).num_draft_tokens == K
+
+
+@pytest.mark.parametrize("asked", [None, 0, 2])
+def test_later_releases_tell_how_many_are_drafted(asked: int | None) -> None:
+    """The model runner of 0.32 and later reads all K columns, of a batch without drafts too."""
+    adapter = adapter_on(v0_32.Adapter, schedule=SCHEDULE, dp_size=2)
+    batch = input_batch(6)
+    found = read(adapter, batch, dp_sync_state="agreed", num_speculative_tokens=asked)
+    assert found.num_draft_tokens == (K if asked is None else asked)
+    assert found.erases is (asked == 0)
+    assert found.dp_sync == "agreed"
+    assert not hasattr(batch, draft_tokens._DRAFTED)
 
 
 def test_lengths_are_the_schedulers() -> None:
@@ -244,16 +244,19 @@ def test_lengths_are_the_schedulers() -> None:
 
 @pytest.mark.parametrize(("refreshes", "lengths"), [(True, [4, 2]), (False, [])])
 def test_graphs_are_captured_for_every_length_of_the_schedule(refreshes: bool, lengths: list[int]) -> None:
-    adapter = speculator(AutoRegressiveAdapter, schedule=SCHEDULE, use_fused_multi_step_decode=refreshes)
     specialized: list[int] = []
     captured: list[Any] = []
     manager = SimpleNamespace(
         specialize=specialized.extend, capture_fresh=lambda forward, *rest: captured.extend([forward, rest[-1]])
     )
-    adapter._capture_decodes(manager, lambda descriptor: None)
+    adapter = adapter_on(v0_29.Adapter, schedule=SCHEDULE, use_fused_multi_step_decode=refreshes)
+    adapter.take_attention(by_ours=False)
+    adapter.stock.decode_cudagraph_manager = manager
+    loop: Any = SimpleNamespace(decode_all=object(), decode=object())
+    DraftGraphs(adapter.stock, adapter, loop, Settings("eagle", Options()), ASKED)._capture_decodes()
     assert specialized == lengths
     forward, arguments = captured
-    assert forward is (adapter.loop.decode_all if refreshes else adapter.loop.decode)
+    assert forward is (loop.decode_all if refreshes else loop.decode)
     # One step serves every K; a graph of all steps serves its own.
     assert arguments(descriptor(4)) == {"num_draft_tokens": K}
     specialized_descriptor = DraftBatchDescriptor(**vars(descriptor(4)), num_draft_tokens=2)
@@ -278,56 +281,6 @@ def test_the_runner_reports_what_was_drafted() -> None:
     assert handler.widths == [2, 0, K, K]
 
 
-# The manager of draft decodes, under a schedule
-
-
-@pytest.fixture
-def make_manager(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
-    monkeypatch.setattr(cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None))
-    config = SimpleNamespace(
-        num_speculative_tokens_per_batch_size=[(1, 4, K), (5, 8, K - 1)],
-        num_speculative_tokens=K,
-        uses_dynamic_speculative_decoding=lambda: config.num_speculative_tokens_per_batch_size is not None,
-    )
-    vllm_config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=MAX_NUM_REQS),
-        parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8, 16], max_cudagraph_capture_size=16),
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        speculative_config=config,
-        num_speculative_tokens=K,
-    )
-
-    def make(hide: bool, decode_query_len: int = 1) -> Any:
-        adapter = speculator(AutoRegressiveAdapter, speculative_config=config)
-        with adapter._decode_capture_sizes() if hide else nullcontext():
-            return DecodeEagleCudaGraphManager(
-                vllm_config,
-                torch.device("cpu"),
-                CUDAGraphMode.FULL_DECODE_ONLY,
-                decode_query_len=decode_query_len,
-            )
-
-    make.config = config  # type: ignore[attr-defined]
-    return make
-
-
-def test_a_schedule_leaves_the_draft_decodes_one_token_a_request(make_manager: Any) -> None:
-    manager = make_manager(hide=True)
-    captured = manager._capture_descs[CUDAGraphMode.FULL]
-    assert [(d.num_tokens, d.num_reqs, d.uniform_token_count) for d in captured] == [(n, n, 1) for n in (8, 4, 2, 1)]
-    # Everybody else sees the schedule.
-    assert make_manager.config.num_speculative_tokens_per_batch_size is not None
-
-
-@pytest.mark.skipif(installed_version() >= Version("0.32"), reason="from 0.32 on vLLM's manager knows better")
-def test_the_stock_manager_divides_by_zero(make_manager: Any) -> None:
-    with pytest.raises(ZeroDivisionError):
-        make_manager(hide=False)
-
-
 # Data parallelism
 
 
@@ -337,44 +290,49 @@ class Agreement:
     num_reqs: int = MAX_NUM_REQS
 
 
-@pytest.mark.parametrize("argument", [None, "dp_sync", "dp_sync_state"])
-def test_what_the_ranks_agreed_on_is_handed_on(argument: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    returned = torch.tensor([4, 4]) if argument is None else Agreement(torch.tensor([4, 4]))
+@pytest.fixture
+def dispatch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's dispatch: what it was asked, and what it answers."""
+    found = SimpleNamespace(asked=[], answer=(descriptor(4), None))
 
-    def dispatch(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        asked.append(kwargs)
-        return descriptor(4), returned
+    def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
+        found.asked.append(kwargs)
+        return found.answer
 
-    monkeypatch.setattr(fused, "dispatch_cg_and_sync_dp", dispatch)
-    adapter = speculator(FusedAdapter, dp_size=2, prefill_cudagraph_manager=None)
-    adapter.dp_sync_argument = argument
+    monkeypatch.setattr(fused, "dispatch_cg_and_sync_dp", dispatch_cg_and_sync_dp)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("adapter_class", "argument"),
+    [(v0_28.Adapter, None), (v0_29.Adapter, "dp_sync"), (v0_32.Adapter, "dp_sync_state")],
+    ids=lambda each: getattr(each, "__module__", None),
+)
+def test_what_the_ranks_agreed_on_is_handed_on(adapter_class: Any, argument: str | None, dispatch: Any) -> None:
+    agreed = torch.tensor([4, 4])
+    dispatch.answer = (descriptor(4), agreed if argument is None else Agreement(agreed))
+    adapter = adapter_on(adapter_class, dp_size=2, prefill_cudagraph_manager="manager")
     run = adapter.dispatch_prefill(batch_of(dp_sync="of the target"), 3 * (K + 1), 16)
-    assert asked[0].get(argument) == (None if argument is None else "of the target")
-    assert asked[0]["uniform_token_count"] == K + 1
-    assert run.num_tokens_across_dp.tolist() == [4, 4]
-    assert run.full
+    (asked,) = dispatch.asked
+    known = {name: value for name, value in asked.items() if name.startswith("dp_sync")}
+    assert known == ({} if argument is None else {argument: "of the target"})
+    assert asked["uniform_token_count"] == K + 1
+    assert run == GraphRun("manager", descriptor(4), True, agreed)
 
 
-def test_a_prefill_is_no_uniform_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        fused,
-        "dispatch_cg_and_sync_dp",
-        lambda *args, uniform_token_count, **kwargs: asked.append(uniform_token_count) or (descriptor(4), None),
-    )
-    adapter = speculator(FusedAdapter, prefill_cudagraph_manager=None)
+def test_a_prefill_is_no_uniform_batch(dispatch: Any) -> None:
+    adapter = adapter_on(v0_29.Adapter, prefill_cudagraph_manager=None)
     batch = batch_of()
     batch.source.has_prefill, batch.source.decode_graph_eligible = True, False
     assert adapter.dispatch_prefill(batch, 3 * (K + 1), 16).num_tokens_across_dp is None
-    assert asked == [None]
+    assert [asked["uniform_token_count"] for asked in dispatch.asked] == [None]
 
 
 def test_the_decodes_reuse_the_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a collective of their own, from 0.30 on."""
     monkeypatch.setattr(autoregressive, "_KNOWS_DECODE_DP_SYNC", True)
-    adapter = speculator(AutoRegressiveAdapter, dp_size=2)
-    adapter._build_uniform_batch_dp_sync = lambda sync, num_reqs, num_query_per_req: ((sync, num_reqs), 7)
+    adapter = adapter_on(v0_29.Adapter, dp_size=2)
+    adapter.stock._build_uniform_batch_dp_sync = lambda sync, num_reqs, num_query_per_req: ((sync, num_reqs), 7)
     assert adapter.decode_dp_sync(batch_of(dp_sync="agreed")) == (("agreed", 3), 7)
     assert adapter.decode_dp_sync(batch_of()) == (None, 3)
     monkeypatch.setattr(autoregressive, "_KNOWS_DECODE_DP_SYNC", False)
@@ -396,7 +354,7 @@ COMPLETE = [
 
 
 def groups_of(*builders: Any) -> Any:
-    return [[SimpleNamespace(get_metadata_builder=lambda each=each: each) for each in builders]]
+    return [[SimpleNamespace(get_metadata_builder=lambda index=0, each=each: each) for each in builders]]
 
 
 def test_which_refreshes_are_complete() -> None:
@@ -423,35 +381,35 @@ def test_the_builders_known_to_be_complete_exist() -> None:
         assert f"vllm.v1.attention.backends.{module}.{name}" in autoregressive._REFRESH_IS_COMPLETE
 
 
-@pytest.mark.parametrize(("incomplete", "builds"), [(True, 1), (False, 0)])
-def test_the_host_builds_before_a_replay_where_it_must(
-    incomplete: bool, builds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = GraphRun(descriptor(8), CUDAGraphMode.FULL, True, 8)
-    monkeypatch.setattr(FusedAdapter, "dispatch_decode", lambda self, batch: run)
-    adapter = speculator(AutoRegressiveAdapter, use_fused_multi_step_decode=True)
-    adapter._rebuild_before_replay = incomplete
-    built: list[Any] = []
-    monkeypatch.setattr(
-        adapter, "uniform_metadata", lambda *args, **kwargs: built.append((args, kwargs)), raising=False
+@pytest.mark.parametrize("refreshed", [True, False])
+def test_the_host_builds_before_a_replay_where_it_must(refreshed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = groups_of(
+        builder(*COMPLETE[0]) if refreshed else builder("mla.sparse_swa", "DeepseekSparseSWAMetadataBuilder")
     )
-    batch = batch_of()
-    assert adapter.dispatch_decode(batch) is run
+    adapter = adapter_on(v0_29.Adapter, use_fused_multi_step_decode=True, attn_groups=groups)
+    adapter.take_attention(by_ours=False)
+    assert adapter.refreshes_in_graph
+    built: list[Any] = []
+    monkeypatch.setattr(adapter, "build_by_builders", lambda *args, **kwargs: built.append((args, kwargs)))
+    batch, run = batch_of(), GraphRun(None, descriptor(8), True)
     adapter.prepare_fused_replay(batch, run)
+    builds = 0 if refreshed else 1
     assert built == [((batch, run), {"step": 1})] * builds
     # Slots before metadata, of the live rows, padded for the graph.
-    assert adapter.block_tables.asked == [(3, [0, 1, 2, 3], 8)] * builds
+    assert adapter.stock.block_tables.asked == [(3, [0, 1, 2, 3], 8)] * builds
+    # One graph of the whole phase would leave the host no time to.
+    assert adapter.decodes_follow_prefill is refreshed
 
 
 @pytest.mark.parametrize("by_descriptor", [True, False], ids=["0.30 and 0.31", "0.28 and 0.29"])
 def test_metadata_describes_what_runs(by_descriptor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoregressive, "_BUILDS_BY_DESCRIPTOR", by_descriptor)
-    adapter = speculator(AutoRegressiveAdapter)
+    adapter = adapter_on(v0_29.Adapter)
     built: dict[str, Any] = {}
     name = "_build_uniform_attn_metadata" if by_descriptor else "_build_draft_attn_metadata"
-    setattr(adapter, name, lambda **kwargs: built.update(kwargs))
-    batch, run = batch_of(), GraphRun(descriptor(8), CUDAGraphMode.FULL, True, 8)
-    adapter.uniform_metadata(batch, run, step=2)
+    setattr(adapter.stock, name, lambda **kwargs: built.update(kwargs))
+    batch, run = batch_of(), GraphRun(None, descriptor(8), True)
+    adapter.build_by_builders(batch, run, step=2)
     assert built.pop("seq_lens_cpu_upper_bound") is batch.seq_lens_cpu_upper_bound
     rows = {"batch_desc": run.descriptor, "num_query_per_req": 1}
     padded = {"num_reqs_padded": 8, "num_tokens_padded": 8}
@@ -460,14 +418,14 @@ def test_metadata_describes_what_runs(by_descriptor: bool, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("needed", [True, False], ids=["below 0.31", "from 0.31 on"])
 @pytest.mark.parametrize("dummy_run", [True, False])
-def test_idle_rows_get_no_slots(needed: bool, dummy_run: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_rows_get_no_slots(needed: bool, dummy_run: bool, dispatch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their request state is -1, which the kernel below 0.31 would take for a row of the block table."""
     monkeypatch.setattr(autoregressive, "_SLOTS_FOR_IDLE_ROWS", needed)
-    monkeypatch.setattr(FusedAdapter, "dispatch_decode", lambda self, batch: SimpleNamespace(full=False))
-    adapter = speculator(AutoRegressiveAdapter)
+    dispatch.answer = (descriptor(3, CUDAGraphMode.NONE), None)
+    adapter = adapter_on(v0_29.Adapter, decode_cudagraph_manager=None)
     adapter.dispatch_decode(batch_of(dummy_run=dummy_run))
-    adapter.compute_slot_mappings(3, 8)
-    (asked,) = adapter.block_tables.asked
+    adapter.map_decode_slots(3, 8)
+    (asked,) = adapter.stock.block_tables.asked
     assert asked == (3, [0] * 4 if needed and dummy_run else [0, 1, 2, 3], 8)
 
 
@@ -484,42 +442,25 @@ def test_the_release_tells_whether_idle_rows_get_slots() -> None:
 
 
 def test_every_group_is_refreshed() -> None:
-    adapter = speculator(FusedAdapter)
     order: list[Any] = []
-    adapter.attn_groups = [
+    adapter = adapter_on(v0_29.Adapter)
+    adapter.stock.attn_groups = [
         [SimpleNamespace(update_draft_decode_metadata=lambda metadata, name=name: order.append((name, metadata)))]
         for name in "ab"
     ]
-    assert adapter.refresh_decode_metadata(4, 4, "metadata") == "metadata"
+    assert adapter.refresh_decode_metadata(inputs_of(4, "metadata")) == "metadata"
     assert order == [("a", "metadata"), ("b", "metadata")]
 
 
 def test_the_limit_may_shrink_before_the_kv_cache_is_made() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        max_model_len: int
-
-    class Stock:
-        def set_attn(self, *args: Any) -> None:
-            assert args == ("state", "tables")
-
-    class Release(FusedAdapter, Stock):
-        dp_sync_argument = None
-
-        def __init__(self) -> None:
-            self.vllm_config = SimpleNamespace(
-                model_config=SimpleNamespace(max_model_len=640), compilation_config=SimpleNamespace(cudagraph_mode=None)
-            )
-            self.options, self._asked_mode, self._target_mode, self.filters_drafts = Options(), None, None, False
-            self.loop: Any = SimpleNamespace(config=Config(4096))
-            self.settings: Any = SimpleNamespace(enforce_eager=False)
-            self.block_tables = SimpleNamespace(num_kv_cache_groups=1, cp_size=2)
-            self.dp_size = 1
-
-    adapter = Release()
-    adapter.set_attn("state", "tables")
-    assert adapter.slot_table is None, "context parallelism, where a rank has a part of the slots"
-    assert adapter.loop.config == Config(640)
+    stock = stock_speculator(
+        block_tables=SimpleNamespace(num_kv_cache_groups=1, cp_size=2), supports_decode_metadata_update=False
+    )
+    drafter = drafter_on(stock, v0_32.Adapter)
+    stock.vllm_config.model_config.max_model_len = 40
+    with drafter.taking_attention("caches"):
+        assert drafter.loop.config.max_model_len == stock.max_model_len == 40
+    assert drafter.loop.slot_table is None, "context parallelism, where a rank has a part of the slots"
 
 
 # Prefill context parallelism
@@ -545,44 +486,24 @@ class Shards:
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_prefill_runs_over_the_ranks_shard(sharded: bool) -> None:
     shard = SimpleNamespace(num_tokens=5, num_tokens_after_padding=8) if sharded else None
-    adapter = speculator(FusedAdapter, pcp_manager=Shards(shard))
-    adapter.loop.buffers.input_ids = torch.zeros(16, dtype=torch.int32)
-    adapter._run_model = lambda *args: ("head", "next")
+    adapter = adapter_on(FusedAdapter, pcp_manager=Shards(shard), _run_model=lambda *args: ("head", "next"))
     batch = batch_of(num_tokens=10, num_tokens_padded=16)
     assert adapter.begin_prefill(batch) == ((5, 8) if sharded else (10, 16))
     whole = ("whole head", "whole next") if sharded else ("head", "next")
-    assert adapter.run_draft_model(8, None, None, None, None) == whole
+    assert adapter.run_draft_model(inputs_of(8)) == whole
     # The decodes are of whole batches.
-    assert adapter.run_draft_model(3, None, None, None, None) == ("head", "next")
+    assert adapter.run_draft_model(inputs_of(3)) == ("head", "next")
     adapter.begin_decode(batch)
-    assert adapter.block_tables.gathered == 3
+    assert adapter.stock.block_tables.gathered == 3
 
 
 @pytest.mark.parametrize("dummy_run", [True, False])
 def test_a_dummy_batch_shrinks_to_the_requests_of_the_ranks(dummy_run: bool) -> None:
     """From 0.33 on the ranks agree on requests before padding, and a dummy batch may have more."""
-    v0_32 = pytest.importorskip("vllm_eagle_mrv2.releases.v0_32.speculator", exc_type=ImportError)
-    adapter = speculator(v0_32._Adapter)
+    adapter = adapter_on(v0_32.Adapter)
     batch = batch_of(dummy_run=dummy_run, dp_sync=Agreement(None, num_reqs=2))
     adapter.begin_decode(batch)
     assert batch.num_reqs == (2 if dummy_run else 3)
     idle = batch_of(dummy_run=dummy_run)
     adapter.begin_decode(idle)
     assert idle.num_reqs == 3
-
-
-@pytest.mark.parametrize(
-    ("num_reqs", "mode", "alone"),
-    [(1, "FULL", True), (1, "NONE", True), (1, "PIECEWISE", False), (2, "FULL", False), (0, "NONE", False)],
-)
-def test_the_last_row_of_a_lone_request_counts_alone(num_reqs: int, mode: str, alone: bool) -> None:
-    """Not in a PIECEWISE graph, which any number of requests may replay."""
-    adapter = speculator(FusedAdapter)
-    adapter._one_row_is_enough = True
-    adapter.loop.buffers.last_token_indices = torch.tensor([1, 0])
-    rows, weight = torch.randn(3, 8), torch.randn(4, 8)
-    with adapter.while_prefilling(num_reqs, SimpleNamespace(name=mode)):
-        product = torch.ops.vllm_eagle_mrv2.linear(rows, weight, None, True)
-        assert (row_read() is not None) is alone
-    torch.testing.assert_close(product[1], weight @ rows[1])
-    assert row_read() is None

@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from vllm_eagle_mrv2.batch.queue import BatchQueue
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.drafting.capture import AskedGraphs
+from vllm_eagle_mrv2.drafting.drafter import Drafter
 from vllm_eagle_mrv2.drafting.loop import GraphRun
+
+from .stock import K, drafter_on, stock_speculator
 
 pytest.importorskip("vllm.config.compilation")
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm_eagle_mrv2.releases.common import StockAdapter
 
 NONE, PIECEWISE, FULL, BOTH = (
     CUDAGraphMode.NONE,
@@ -37,10 +39,11 @@ def _memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Manager:
-    """A graph manager that keeps its mode."""
+    """A graph manager that keeps its mode, and the sizes that it would capture."""
 
     def __init__(self, vllm_config: Any, device: Any, mode: Any, decode_query_len: int) -> None:
         self.mode, self.pool = mode, "the target's"
+        self.sizes = vllm_config.compilation_config.cudagraph_capture_sizes
 
 
 class Descriptor(NamedTuple):
@@ -50,45 +53,31 @@ class Descriptor(NamedTuple):
     uniform_token_count: int
 
 
-class Stock:
-    """What a stock speculator does with the target's groups: builders look at the mode of the configuration."""
+def drafter_for(
+    asked: Any = BOTH, *, disable: set[Behaviour] | None = None, enforce_eager: bool = False, **how: Any
+) -> Drafter:
+    """A drafter whose builders are not there yet."""
+    options = Options(disable=frozenset(disable or ()))
+    stock = stock_speculator(**{"attn_groups": None, **how})
+    drafter = drafter_on(stock, options=options, asked=AskedGraphs(asked, None, None), enforce_eager=enforce_eager)
+    adapter: Any = drafter.adapter
+    adapter.prefill_manager_class = adapter.decode_manager_class = Manager
+    return drafter
 
-    def set_attn(self, *supports: Any) -> None:
-        adapter: Any = self
-        adapter.seen = adapter.vllm_config.compilation_config.cudagraph_mode
-        adapter.sized = adapter.in_decode_sizes
-        adapter.attn_groups = [
-            [SimpleNamespace(kv_cache_spec=None, get_metadata_builder=lambda i, each=each: self._builder(each))]
-            for each in supports
+
+def take_builders(drafter: Drafter, *builders: Any, **of_group: Any) -> tuple[Any, Any]:
+    """Make the draft's builders as vLLM does; returns the mode and the sizes that they see."""
+    compilation = drafter.stock.vllm_config.compilation_config
+    with drafter.taking_attention(None):
+        drafter.stock.attn_groups = [
+            [SimpleNamespace(kv_cache_spec=None, get_metadata_builder=lambda index=0, each=each: each, **of_group)]
+            for each in builders
         ]
-
-    @staticmethod
-    def _builder(support: Any) -> Any:
-        return SimpleNamespace(get_cudagraph_support=lambda vllm_config, kv_cache_spec: support)
+        return compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
 
 
-class Release(StockAdapter, Stock):
-    prefill_manager_class = decode_manager_class = Manager  # type: ignore[assignment]
-    in_decode_sizes = False
-    refreshes_in_graph = True
-
-    def __init__(self, asked: Any, disable: set[Behaviour], enforce_eager: bool, dp_size: int) -> None:
-        self.dp_size = dp_size
-        self.options = Options(disable=frozenset(disable))
-        self.settings: Any = SimpleNamespace(enforce_eager=enforce_eager)
-        self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=asked))
-        self.num_speculative_steps, self.device = 3, None  # type: ignore[assignment]
-        self._asked_mode, self._target_mode, self.filters_drafts = asked, None, False
-        self.block_tables = SimpleNamespace(num_kv_cache_groups=2, cp_size=1)
-        self._phase_graphs, self._phase_runs = set(), {}
-
-    def _take_limit(self) -> None: ...
-
-    @contextmanager
-    def _decode_capture_sizes(self) -> Iterator[None]:
-        self.in_decode_sizes = True
-        yield
-        self.in_decode_sizes = False
+def builder(support: Any, **attributes: Any) -> Any:
+    return SimpleNamespace(get_cudagraph_support=lambda vllm_config, kv_cache_spec: support, **attributes)
 
 
 def modes(
@@ -101,19 +90,31 @@ def modes(
     builders_first: bool = True,
 ) -> tuple[Any, Any]:
     """Graph modes of draft prefill and of draft decode."""
-    adapter = Release(asked, set() if disable is None else {disable}, enforce_eager, dp_size)
-    config = adapter.vllm_config.compilation_config
+    drafter = drafter_for(
+        asked, disable=set() if disable is None else {disable}, enforce_eager=enforce_eager, dp_size=dp_size
+    )
+    config = drafter.stock.vllm_config.compilation_config
     config.cudagraph_mode = target
-    if builders_first:
-        adapter.set_attn(*supports)
-    adapter.init_cudagraph_manager(target)
+
+    @contextmanager
+    def decode_capture_sizes() -> Iterator[None]:
+        config.cudagraph_capture_sizes = "of the decodes"
+        yield
+        config.cudagraph_capture_sizes = None
+
+    drafter.adapter.decode_capture_sizes = decode_capture_sizes  # type: ignore[method-assign]
     if not builders_first:
-        adapter.set_attn(*supports)
+        drafter.graphs.make_managers(target)
+    seen = take_builders(drafter, *map(builder, supports))
+    if builders_first:
+        drafter.graphs.make_managers(target)
     assert config.cudagraph_mode is target
     as_stock = disable is Behaviour.DRAFT_GRAPHS_BY_SUPPORT or enforce_eager or dp_size > 1
-    assert adapter.seen is (target if as_stock else asked)
-    assert adapter.sized, "a builder prepares for the sizes that its graphs will have"
-    return adapter.prefill_cudagraph_manager.mode, adapter.decode_cudagraph_manager.mode
+    # A builder prepares for the sizes that its graphs will have.
+    assert seen == (target if as_stock else asked, "of the decodes")
+    prefill, decode = drafter.stock.prefill_cudagraph_manager, drafter.stock.decode_cudagraph_manager
+    assert (prefill.sizes, decode.sizes) == (None, "of the decodes")
+    return prefill.mode, decode.mode
 
 
 @pytest.mark.parametrize(
@@ -128,23 +129,12 @@ def modes(
 )
 def test_layers_of_ours_have_graphs_without_builders(changed: dict[str, Any], needed: bool) -> None:
     """FlashInfer's builder has none for a draft decode that it must plan; of what our kernel cannot do, it is asked."""
-    adapter = Release(BOTH, set(), enforce_eager=False, dp_size=1)
-    adapter.vllm_config.parallel_config = SimpleNamespace()
-    adapter._attends_by_ours, adapter.block_tables.cp_size = True, changed.get("cp_size", 1)
-    builder = SimpleNamespace(
-        get_cudagraph_support=lambda vllm_config, kv_cache_spec: AttentionCGSupport.NEVER, **changed
-    )
-
-    def set_attn(self: Stock) -> None:
-        group = SimpleNamespace(kv_cache_spec=None, get_metadata_builder=lambda i: builder, **changed)
-        adapter.attn_groups = [[group]]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stock, "set_attn", set_attn)
-        adapter.set_attn()
-    adapter.init_cudagraph_manager(NONE)
-    assert adapter.needs_no_builder is not needed
-    assert (adapter.decode_cudagraph_manager.mode is NONE) is needed
+    drafter = drafter_for()
+    drafter.attends_by_ours, drafter.stock.block_tables.cp_size = True, changed.get("cp_size", 1)
+    take_builders(drafter, builder(AttentionCGSupport.NEVER, **changed), **changed)
+    drafter.graphs.make_managers(NONE)
+    assert drafter.adapter.needs_no_builder is not needed
+    assert (drafter.stock.decode_cudagraph_manager.mode is NONE) is needed
 
 
 @pytest.mark.parametrize(
@@ -156,11 +146,12 @@ def test_layers_of_ours_have_graphs_without_builders(changed: dict[str, Any], ne
     ],
 )
 def test_whose_memory_the_graphs_take(target: Any, expected: set[str]) -> None:
-    adapter = Release(BOTH, set(), enforce_eager=False, dp_size=1)
-    adapter.set_attn(SINGLE_TOKEN)
-    adapter.init_cudagraph_manager(target)
-    assert adapter.decode_cudagraph_manager.mode is DECODE_ONLY
-    assert {adapter.prefill_cudagraph_manager.pool, adapter.decode_cudagraph_manager.pool} == expected
+    drafter = drafter_for()
+    take_builders(drafter, builder(SINGLE_TOKEN))
+    drafter.graphs.make_managers(target)
+    prefill, decode = drafter.stock.prefill_cudagraph_manager, drafter.stock.decode_cudagraph_manager
+    assert decode.mode is DECODE_ONLY
+    assert {prefill.pool, decode.pool} == expected
 
 
 @pytest.mark.parametrize("builders_first", [True, False], ids=["0.26", "0.20"])
@@ -209,57 +200,52 @@ def test_data_parallel_ranks_have_what_stock_has() -> None:
 def test_the_prefill_is_the_whole_phase_of_one_draft_token(
     num_tokens: int, disable: set[Behaviour], whole: bool
 ) -> None:
-    adapter: Any = Release(BOTH, disable, enforce_eager=False, dp_size=1)
-    adapter.num_speculative_steps = 1
-    adapter.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False)
     graph = Descriptor(FULL, num_tokens)
-    adapter.prefill_cudagraph_manager = SimpleNamespace(_capture_descs={FULL: [graph]})
-    adapter._phase_graphs = adapter._find_phase_graphs()
-    assert adapter._decodes_in_graph_of(graph) is None
-    assert adapter.holds_draft_phase(SimpleNamespace(full=True, descriptor=graph)) is whole
+    manager = SimpleNamespace(_capture_descs={FULL: [graph], PIECEWISE: [graph]})
+    drafter = drafter_for(disable=disable, num_speculative_steps=1, prefill_cudagraph_manager=manager)
+    drafter.adapter.refreshes_in_graph = True
+    assert drafter.graphs.find_phase_graphs() == ({graph} if whole else set())
+    drafter.graphs._phase_graphs = {graph}
+    assert drafter.graphs._decodes_in_graph_of(graph) is None
 
 
-class Dispatching(Release):
-    """Has graphs of whole draft phases for one and two requests, and notes what it dispatches."""
+@pytest.fixture
+def phases() -> Any:
+    """A draft that may get graphs of whole phases, for one and two requests, and notes what it dispatches."""
+    drafter = drafter_for(prefill_cudagraph_manager=SimpleNamespace(graphs={}))
+    adapter, graphs, dispatched = drafter.adapter, drafter.stock.prefill_cudagraph_manager.graphs, []
 
-    def __init__(self) -> None:
-        super().__init__(BOTH, set(), enforce_eager=False, dp_size=1)
-        self.dispatched: list[int] = []
-        self.prefill_cudagraph_manager = SimpleNamespace(graphs={})  # type: ignore[assignment]
+    def dispatch_prefill(batch: Any, num_tokens: int, num_tokens_padded: int) -> GraphRun:
+        dispatched.append(batch.num_reqs)
+        return GraphRun(None, batch.num_reqs, batch.num_reqs in graphs)  # type: ignore[arg-type]
 
-    def graphs_captured(self) -> None:
-        self._phase_graphs = {1, 2}
-        self.prefill_cudagraph_manager.graphs = dict.fromkeys(self._phase_graphs)  # type: ignore[attr-defined]
+    def captured() -> None:
+        drafter.graphs._phase_graphs = {1, 2}  # type: ignore[arg-type]
+        graphs.update({1: "graph", 2: "graph"})
 
-    def query_len(self, batch: Any, num_tokens: int) -> int | None:
-        return int(batch.query_len)
-
-    def dispatch_prefill(self, batch: Any, num_tokens: int, num_tokens_padded: int) -> GraphRun:
-        self.dispatched.append(batch.num_reqs)
-        full = batch.num_reqs in self.prefill_cudagraph_manager.graphs  # type: ignore[attr-defined]
-        return GraphRun(batch.num_reqs, None, full, num_tokens_padded)
-
-    def graph_of(self, num_reqs: int, query_len: int = 4, eager: bool = False) -> Any:
-        size = {"num_reqs": num_reqs, "num_tokens": 4 * num_reqs, "num_tokens_padded": 4 * num_reqs}
-        run = self.phase_run(SimpleNamespace(**size, query_len=query_len, eager=eager))  # type: ignore[arg-type]
+    def graph_of(num_reqs: int, query_len: int = K + 1, eager: bool = False) -> Any:
+        size = {"num_reqs": num_reqs, "num_tokens": 5 * num_reqs, "num_tokens_padded": 5 * num_reqs}
+        run = drafter.graphs.phase_run(SimpleNamespace(**size, query_len=query_len, eager=eager))  # type: ignore[arg-type]
         return run and run.descriptor
 
-
-def test_the_graph_of_a_batch_is_looked_up_once() -> None:
-    adapter = Dispatching()
-    assert adapter.graph_of(1) is None
-    adapter.graphs_captured()
-    assert [adapter.graph_of(number) for number in (1, 2, 1, 2, 3)] == [1, 2, 1, 2, None]
-    assert adapter.graph_of(1, query_len=3) is adapter.graph_of(1, eager=True) is None
-    assert adapter.dispatched == [1, 2, 3]
+    adapter.query_len = lambda batch, num_tokens: batch.query_len  # type: ignore[attr-defined, method-assign]
+    adapter.dispatch_prefill = dispatch_prefill  # type: ignore[method-assign]
+    return SimpleNamespace(captured=captured, graph_of=graph_of, dispatched=dispatched, graphs=graphs)
 
 
-def test_graphs_that_were_dropped_are_not_replayed() -> None:
-    adapter = Dispatching()
-    adapter.graphs_captured()
-    assert adapter.graph_of(1) == 1
-    adapter.prefill_cudagraph_manager.graphs.clear()  # type: ignore[attr-defined]
-    assert adapter.graph_of(1) is None
+def test_the_graph_of_a_batch_is_looked_up_once(phases: Any) -> None:
+    assert phases.graph_of(1) is None
+    phases.captured()
+    assert [phases.graph_of(number) for number in (1, 2, 1, 2, 3)] == [1, 2, 1, 2, None]
+    assert phases.graph_of(1, query_len=3) is phases.graph_of(1, eager=True) is None
+    assert phases.dispatched == [1, 2, 3]
+
+
+def test_graphs_that_were_dropped_are_not_replayed(phases: Any) -> None:
+    phases.captured()
+    assert phases.graph_of(1) == 1
+    phases.graphs.clear()
+    assert phases.graph_of(1) is None
 
 
 @pytest.mark.parametrize(
@@ -277,18 +263,20 @@ def test_graphs_that_were_dropped_are_not_replayed() -> None:
     ids=str,
 )
 def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, Any], wanted: str | None) -> None:
-    adapter = Release(BOTH, changed.get("disable", set()), enforce_eager=False, dp_size=1)
-    adapter.vllm_config.parallel_config = SimpleNamespace(pipeline_parallel_size=changed.get("stages", 1))
     descs = {FULL: [SimpleNamespace(num_tokens=8), SimpleNamespace(num_tokens=4)]}
     descs[PIECEWISE] = [SimpleNamespace(num_tokens=512)]
-    adapter.prefill_cudagraph_manager = SimpleNamespace(_capture_descs=descs)  # type: ignore[assignment]
+    drafter = drafter_for(
+        disable=changed.get("disable"),
+        parallel={"pipeline_parallel_size": changed.get("stages", 1)},
+        prefill_cudagraph_manager=SimpleNamespace(_capture_descs=descs),
+    )
     if target is not None:
         last = None if target["last"] is None else torch.zeros(target["last"], 2)
         graphs = SimpleNamespace(
             hidden_states=last, aux_hidden_states=[torch.zeros(n, 2) for n in target.get("aux", ())]
         )
-        adapter.target_graphs = lambda: graphs
-    found = adapter._find_target_outputs()
+        drafter.graphs.target_graphs = lambda: graphs
+    found = drafter.graphs._find_target_outputs()
     assert (found is not None) is (wanted is not None)
     if found is not None:
         expected = [graphs.hidden_states] if wanted == "last" else graphs.aux_hidden_states
@@ -297,30 +285,31 @@ def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, 
 
 def test_captures_find_no_batch_and_leave_none() -> None:
     """A warm-up takes the next slot: one of a batch long gone would send it to memory that is others' by now."""
-    adapter: Any = Release(BOTH, set(), enforce_eager=False, dp_size=1)
-    adapter.num_speculative_steps, adapter.max_num_reqs, adapter.device = 1, 4, torch.device("cpu")
-    adapter.vllm_config.parallel_config = SimpleNamespace(enable_eplb=False, pipeline_parallel_size=1)
-    adapter.target_input_buffers = adapter.target_attn_groups = None
-    adapter.on_prefill_begin = adapter.on_prefill_end = lambda num_reqs: None
-    queue = BatchQueue(adapter.device, filters=False)
-    adapter.loop = SimpleNamespace(queue=queue, phase=None)
     graphs = [Descriptor(FULL, 2), Descriptor(FULL, 1)]
-    bring_inputs = []
+    fill_inputs = []
 
     def capture_fresh(phase: Any, make_inputs: Any, title: str, held: Any) -> None:
         assert not queue.slots.any()
         assert not queue.taken
-        bring_inputs.extend(held(graph)["inputs"] for graph in graphs)
+        assert drafter.adapter.capturing
+        fill_inputs.extend(held(graph)["fills_inputs"] for graph in graphs)
         queue.taken += 1
 
-    adapter.prefill_cudagraph_manager = SimpleNamespace(
-        _capture_descs={FULL: graphs}, use_breakable_cg=False, capture_fresh=capture_fresh
+    manager = SimpleNamespace(_capture_descs={FULL: graphs}, use_breakable_cg=False, capture_fresh=capture_fresh)
+    drafter = drafter_for(
+        num_speculative_steps=1,
+        prefill_cudagraph_manager=manager,
+        target_input_buffers=None,
+        target_attn_groups=None,
     )
-    adapter.decode_cudagraph_manager = None
+    drafter.adapter.refreshes_in_graph = True
+    queue = drafter.loop.queue
     queue.slots.fill_(7)
     queue.taken += 1
-    adapter._phase_runs[1, 2] = "of a graph that was captured before"
-    adapter.capture()
-    assert not adapter._phase_runs
-    assert bring_inputs == [True, False]
+    drafter.graphs._phase_runs[1, 2] = "of a graph that was captured before"  # type: ignore[assignment]
+    drafter.graphs.capture()
+    assert not drafter.graphs._phase_runs
+    assert fill_inputs == [True, False]
     assert not queue.taken
+    assert drafter.loop.phase_run == drafter.graphs.phase_run
+    assert not drafter.adapter.capturing

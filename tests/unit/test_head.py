@@ -18,6 +18,7 @@ from torch import nn
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
+from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.config.vocab_ranking import KeptTokens
 from vllm_eagle_mrv2.draft_model import head as head_module
 from vllm_eagle_mrv2.draft_model.head import DraftHead
@@ -27,6 +28,8 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_product
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
+
+from .stock import ASKED, stock_speculator
 
 VOCAB, HIDDEN = 300, 16
 LOW_IDS = tuple(range(2, 72))  # 70 tokens, which are all in the first rank's shard of the whole head
@@ -152,8 +155,9 @@ def test_weights_that_are_replaced_in_place() -> None:
 
 def check_logits(head: DraftHead, row: torch.Tensor) -> None:
     """A head's own columns against the row of the target's vocabulary; not for a rank that has but a shard of them."""
-    logits = head.logits(states())
-    if head._draft_logits is not None and head._draft_logits.shard(logits, head._num_rows) is not None:
+    logits, best = head.logits_by_temperature(states(), torch.zeros(9, dtype=torch.int32), torch.ones(1))
+    assert best is None
+    if head._draft_logits is not None and head._draft_logits.sharded:
         return
     columns = torch.arange(logits.shape[1])
     targets = columns if head.offsets is None else columns + head.offsets
@@ -222,21 +226,40 @@ def test_a_draft_vocabulary_that_is_replaced_in_place(monkeypatch: pytest.Monkey
     assert after == draft.compute_logits(states()).argmax(-1).tolist() != before
 
 
-def speculator_of_0_20() -> Any:
-    """The class; the test is skipped where vLLM lacks what its module imports."""
+def adapter_of_0_20(model: Any, head: Any) -> Any:
+    """The adapter, with requests of two temperatures; the test is skipped where vLLM lacks what its module imports."""
     try:
-        return importlib.import_module("vllm_eagle_mrv2.releases.v0_20.speculator").EagleMRV2Speculator
+        module = importlib.import_module("vllm_eagle_mrv2.releases.v0_20.adapter")
     except ImportError as error:
         pytest.skip(f"the installed vLLM lacks what the adapter of 0.20 imports: {error}")
+    stock = stock_speculator(
+        model=model,
+        idx_mapping=torch.arange(8, dtype=torch.int32) % 4,
+        temperature=torch.tensor([0.0, 0.7, 0.0, 1.3] * 2),
+        seeds=torch.arange(8),
+    )
+    adapter = module.Adapter(stock, Options(), ASKED)
+    adapter.buffers.sample_positions.copy_(torch.arange(8) + 16)
+    adapter.buffers.draft_step.fill_(1)
+    adapter.take_head(head)
+    return adapter
+
+
+def drafts_of(row: torch.Tensor, adapter: Any) -> list[int]:
+    """What is drafted from rows of the whole vocabulary."""
+    of = adapter.buffers
+    noise = (of.idx_mapping, of.temperature, of.seeds, of.sample_positions, of.draft_step[0])
+    drafts: list[int] = best_tokens(sample_with_target_noise(row, None, *noise)).tolist()
+    return drafts
 
 
 @pytest.mark.parametrize("by_columns", [True, False], ids=["the head's columns", "two_stage_argmax disabled"])
 @pytest.mark.usefixtures("one_rank")
 def test_what_vllm_0_20_samples_from(by_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same drafts either way, of greedy requests and others; that release has no engine on a CPU."""
-    adapter = speculator_of_0_20()
     monkeypatch.setattr(head_module, "_SCATTERING", frozenset({Eagle3.__module__}))
-    draft, hidden, rows = Eagle3(pair()[0].lm_head), states(), []
+    draft, hidden, rows = Eagle3(pair()[0].lm_head), states(8), []
+    adapter = adapter_of_0_20(draft, DraftHead(draft) if by_columns else None)
     compute_logits = Eagle3.compute_logits
 
     def counted(self: Eagle3, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -244,40 +267,25 @@ def test_what_vllm_0_20_samples_from(by_columns: bool, monkeypatch: pytest.Monke
         return compute_logits(self, hidden_states)
 
     monkeypatch.setattr(Eagle3, "compute_logits", counted)
-    of_rows = (
-        torch.arange(9) + 16,
-        torch.arange(9, dtype=torch.int32) % 4,
-        torch.tensor([0.0, 0.7, 0.0, 1.3]),
-        torch.arange(4),
-        torch.tensor(1),
-    )
-    speculator = SimpleNamespace(model=draft, _head=DraftHead(draft) if by_columns else None)
-    drafted = best_tokens(adapter.sample_draft(speculator, hidden, *of_rows, None))
+    drafted = best_tokens(adapter.sample_unstored(hidden)).tolist()
     assert bool(rows) is not by_columns
-    positions, mapping, temperature, seeds, step = of_rows
     row = compute_logits(draft, hidden)
-    expected = best_tokens(sample_with_target_noise(row, None, mapping, temperature, seeds, positions, step))
-    assert drafted.tolist() == expected.tolist()
-    assert drafted.tolist() != row.argmax(-1).tolist()
+    assert drafted == drafts_of(row, adapter)
+    assert drafted != row.argmax(-1).tolist()
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_vllm_0_20_leaves_greedy_rows_to_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few rows with a head of the target's vocabulary; what few are, here is a matter of the test."""
-    adapter = speculator_of_0_20()
-    mapping, temperature = torch.arange(9, dtype=torch.int32) % 4, torch.tensor([0.0, 0.7, 0.0, 1.3])
-    hidden = states().half()
+    hidden = states(8).half()
     weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9)).half()
 
     def compute(hidden: torch.Tensor, *of_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return few_rows_by_temperature(hidden, weight, *of_rows)
 
-    speculator = SimpleNamespace(_head=SimpleNamespace(logits_by_temperature=compute, offsets=None))
-    positions, seeds, step = torch.arange(9) + 16, torch.arange(4), torch.tensor(1)
-    drafted = best_tokens(adapter.sample_draft(speculator, hidden, positions, mapping, temperature, seeds, step, None))
-    row = few_rows_product(hidden, weight)
-    expected = best_tokens(sample_with_target_noise(row, None, mapping, temperature, seeds, positions, step))
-    assert drafted.tolist() == expected.tolist()
+    adapter = adapter_of_0_20(None, SimpleNamespace(logits_by_temperature=compute, offsets=None))
+    drafted = best_tokens(adapter.sample_unstored(hidden)).tolist()
+    assert drafted == drafts_of(few_rows_product(hidden, weight), adapter)
 
 
 @pytest.mark.parametrize("name", DRAFTS)

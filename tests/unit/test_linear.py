@@ -147,7 +147,7 @@ def test_greedy_rows_leave_no_logits(rows: int, scale: float, few: bool, monkeyp
     others = (*of_rows, torch.arange(4), torch.arange(rows), torch.tensor(1))
     drafted = best_tokens(sample_with_target_noise(given, None, *others, best))
     assert drafted.tolist() == best_tokens(sample_with_target_noise(whole, None, *others)).tolist()
-    assert head.logits(hidden).equal(whole)  # whoever asks for all of them
+    assert draft.compute_logits(hidden).equal(whole)  # whoever asks for all of them
 
 
 def test_without_a_processor_of_its_own_the_head_is_left_alone(ours: list[torch.Tensor]) -> None:

@@ -419,7 +419,7 @@ def test_the_last_row_of_a_lone_request_counts_alone(num_reqs: int, mode: Mode, 
     adapter = ToyAdapter()
     loop = loop_on(adapter)
     loop.one_row_is_enough = enough
-    loop.prefill(inputs_of(num_reqs, mode))
+    loop.prefill(inputs_of(num_reqs, mode), drafts=False)
     assert adapter.one_row == [alone]
     assert row_read() is None
 

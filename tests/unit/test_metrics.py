@@ -54,8 +54,8 @@ def test_what_is_shown(several_api_servers: bool, monkeypatch: pytest.MonkeyPatc
     assert not ours(prometheus.get_prometheus_registry()), "a stock server's"
     metrics.offer(CONFIG, Settings("eagle", Options()))
     metrics.offer(CONFIG, Settings("eagle3", Options()))  # another engine
-    counter.count(counters.FUSED, 3)
-    counter.count(counters.FUSED, 2)
+    counter.slots[counters.FUSED] += 2
+    counter.slots[counters.DRAFT_LENGTH] = 2
     labels = 'engine="0",model_name="demo"'
     counts = {path: float(2 * (path == "fused")) for path in counters.PATHS}
     assert ours(prometheus.get_prometheus_registry()) == {

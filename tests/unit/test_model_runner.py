@@ -10,32 +10,24 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 
-from vllm_eagle_mrv2.releases.common import StockAdapter
 
 from vllm_eagle_mrv2.patches import model_runner
-from vllm_eagle_mrv2.telemetry.counters import EAGER, PATHS, DraftCounter
+from vllm_eagle_mrv2.telemetry.counters import DRAFT_LENGTH, EAGER, DraftCounter
+
+from .stock import drafter_on, stock_speculator
 
 
-class Speculator(StockAdapter):
-    """A speculator that counts its captures."""
+def speculator(*, k: int = 3, graphs: bool = True) -> Any:
+    """A speculator of ours that counts its captures."""
+    stock = stock_speculator(
+        num_speculative_steps=k, decode_cudagraph_manager=SimpleNamespace(needs_capture=lambda: graphs), captures=0
+    )
 
-    def __init__(self, *, k: int = 3, graphs: bool = True) -> None:
-        self.captures = self.announced = 0
-        self.num_speculative_steps = k
-        self.decode_cudagraph_manager = SimpleNamespace(needs_capture=lambda: graphs)
+    def capture() -> None:
+        stock.captures += 1
 
-    def announce(self) -> None:
-        """All is known: the target's graph manager, the last of it, too."""
-        assert self.target_graphs is not None
-        self.announced += 1
-
-    def capture(self) -> None:
-        self.captures += 1
-        self.graph_scratch = None
-
-
-class TakesInputs(model_runner.TakesTargetInputs, Speculator):
-    """As below 0.26."""
+    stock.capture, stock.drafter = capture, drafter_on(stock)
+    return stock
 
 
 class Runner:
@@ -84,30 +76,42 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner.torch.cuda, "mem_get_info", iter([(500, 0), (430, 0)]).__next__)
 
 
-@pytest.mark.parametrize("speculator", [Speculator(), TakesInputs()], ids=["0.26", "0.20"])
-def test_what_is_handed_over(speculator: Any) -> None:
-    assert Runner(speculator, target_graphs=True).initialize_kv_cache("config") == "result of config"
-    assert speculator.sampling_states == "states"
-    assert speculator.req_states.max_seq_len == "lengths"
-    assert speculator.announced == 1
-    if isinstance(speculator, TakesInputs):
-        assert (speculator.target_input_buffers, speculator.target_attn_groups) == ("buffers", "groups")
+@pytest.mark.parametrize("takes_inputs", [False, True], ids=["0.26", "0.20"])
+def test_what_is_handed_over(takes_inputs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = speculator()
+    drafter, runner = ours.drafter, Runner(ours, target_graphs=True)
+    announced: list[Any] = []
+    # All is known by then: the target's graph manager, the last of it, too.
+    monkeypatch.setattr(drafter, "announce", lambda: announced.append(drafter.graphs.target_graphs()))
+    monkeypatch.setattr(drafter.adapter, "takes_target_inputs", takes_inputs)
+    assert runner.initialize_kv_cache("config") == "result of config"
+    assert drafter.adapter.sampling_states == "states"
+    assert drafter.adapter.req_states.max_seq_len == "lengths"
+    assert announced == [runner.cudagraph_manager]
+    handed = (getattr(ours, "target_input_buffers", None), getattr(ours, "target_attn_groups", None))
+    assert handed == (("buffers", "groups") if takes_inputs else (None, None))
+    # Elastic scaling replaces it.
+    runner.cudagraph_manager = SimpleNamespace()
+    assert drafter.graphs.target_graphs() is runner.cudagraph_manager
 
 
 def test_made_up_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM warms its kernels up with some that are no dummy runs."""
-    speculator, counter = Speculator(), DraftCounter([0] * (len(PATHS) + 1))
-    speculator.loop = SimpleNamespace(counter=counter)  # type: ignore[assignment]
-    warm_up = model_runner.warm_up_forgotten(lambda runner, execute: counter.count(EAGER, 3))
-    warm_up(Runner(speculator, target_graphs=True), "execute")
-    assert not any(counter._slots)
+    ours = speculator()
+    counter = ours.drafter.loop.counter = DraftCounter()
+
+    def warmup_kernels(runner: Any, execute: str) -> None:
+        counter.slots[EAGER], counter.slots[DRAFT_LENGTH] = 1, 3
+
+    model_runner.warm_up_forgotten(warmup_kernels)(Runner(ours, target_graphs=True), "execute")
+    assert not any(counter.slots)
 
 
 def test_a_draft_whose_target_has_no_graphs() -> None:
-    speculator = Speculator()
-    runner = Runner(speculator, target_graphs=False)
+    ours = speculator()
+    runner = Runner(ours, target_graphs=False)
     assert runner.capture_model() == 70
-    assert speculator.captures == 1
+    assert ours.captures == 1
     assert runner.reset
 
 
@@ -119,17 +123,17 @@ def test_graphs_keep_their_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> No
     manager = workspace.WorkspaceManager(torch.device("cpu"))
     (used_by_graphs,) = manager.get_simultaneous(((64,), torch.uint8))
     monkeypatch.setattr(workspace, "_manager", manager)
-    speculator = Speculator()
-    Runner(speculator, target_graphs=False).capture_model()
+    ours = speculator()
+    Runner(ours, target_graphs=False).capture_model()
     manager.get_simultaneous(((4096,), torch.uint8))
-    (kept,) = speculator.graph_scratch
+    (kept,) = ours.drafter.graphs.scratch
     assert kept.untyped_storage().data_ptr() == used_by_graphs.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_graphs_find_the_block_tables_after_a_sleep(ours: bool) -> None:
     """Captured slot mappings are computed from these very tensors."""
-    runner = Runner(Speculator() if ours else SimpleNamespace(), target_graphs=True)
+    runner = Runner(speculator() if ours else SimpleNamespace(), target_graphs=True)
     captured = runner.block_tables.sizes
     runner.post_kv_cache_wake_up()
     assert runner.block_tables.sizes.tolist() == [16]
@@ -137,17 +141,14 @@ def test_graphs_find_the_block_tables_after_a_sleep(ours: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speculator", "target_graphs", "captures", "size"),
-    [
-        (Speculator(), True, 1, 100),
-        (Speculator(graphs=False), False, 0, 0),
-        (Speculator(k=1), False, 0, 0),
-    ],
+    ("how", "target_graphs", "captures", "size"),
+    [({}, True, 1, 100), ({"graphs": False}, False, 0, 0), ({"k": 1}, False, 0, 0)],
     ids=["the target's own capture", "none supported", "no decodes"],
 )
-def test_nothing_more_to_capture(speculator: Any, target_graphs: bool, captures: int, size: int) -> None:
-    assert Runner(speculator, target_graphs=target_graphs).capture_model() == size
-    assert speculator.captures == captures
+def test_nothing_more_to_capture(how: dict[str, Any], target_graphs: bool, captures: int, size: int) -> None:
+    ours = speculator(**how)
+    assert Runner(ours, target_graphs=target_graphs).capture_model() == size
+    assert ours.captures == captures
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_nothing_more_to_capture(speculator: Any, target_graphs: bool, captures:
 @pytest.mark.parametrize("ours", [True, False])
 def test_auxiliary_states_that_the_draft_does_not_take(ours: bool, eagle_config: Any, returned: bool) -> None:
     """The target is spared to return them before it is told which."""
-    runner = Runner(Speculator() if ours else SimpleNamespace(), target_graphs=True)
+    runner = Runner(speculator() if ours else SimpleNamespace(), target_graphs=True)
     draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_config=eagle_config))
     runner.speculative_config = SimpleNamespace(method="eagle3", draft_model_config=draft)
     assert runner.load_model() is (returned or not ours)
@@ -169,4 +170,4 @@ def test_other_speculators_are_left_alone() -> None:
     runner = Runner(others, target_graphs=False)
     runner.initialize_kv_cache("config")
     assert runner.capture_model() == 0
-    assert not hasattr(others, "sampling_states")
+    assert vars(others).keys() == {"capture"}

@@ -75,7 +75,7 @@ def found(scope, replaced):
     return [patch.target for patch in each if hasattr(patch.found(), "_eagle_mrv2_original") == replaced]
 
 plugin.register()
-importlib.import_module(releases.installed_release().speculators)
+importlib.import_module(releases.installed_release().adapter)
 print(found(patches.Scope.WORKER, replaced=True), found(patches.Scope.PLUGIN, replaced=False))
 patches.apply(patches.Scope.WORKER, releases.installed_version())
 print(found(patches.Scope.WORKER, replaced=False))

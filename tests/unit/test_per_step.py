@@ -32,8 +32,7 @@ class Builder:
 def test_a_captured_schedule_stays_where_it_was_made() -> None:
     builder, without = Builder(), SimpleNamespace()
     buffer, schedules = builder.scheduler_metadata, [torch.arange(5), torch.arange(3)]
-    groups = [SimpleNamespace(get_metadata_builder=lambda index, one=one: one) for one in (builder, without)]
-    with _schedules_kept(groups):
+    with _schedules_kept([builder, without]):
         assert [builder.build(schedule) for schedule in schedules] == schedules
     assert builder.scheduler_metadata is buffer
     assert buffer.tolist() == [7] * 9

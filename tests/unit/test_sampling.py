@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.draft_model.sampling import sample_and_store
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_logits_reference
+from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
+
+from .stock import ASKED, stock_speculator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_REQS, STEPS = 8, 3
@@ -163,22 +170,19 @@ def test_the_noise_without_salt_is_that_of_the_installed_release(fp64: bool) -> 
 
 
 def test_drafts_share_no_random_number_with_the_target() -> None:
-    """The mixin of the adapters below 0.29."""
-    from vllm_eagle_mrv2.draft_model.sampling import OwnSampling
-
-    class Head:
-        @staticmethod
-        def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
-            return hidden_states
-
-    adapter = OwnSampling()
-    adapter.model, adapter.use_fp64_gumbel = Head(), False
-    adapter.draft_logits = torch.zeros(MAX_REQS, STEPS, 4000, device=DEVICE)
-    adapter.temperature, adapter.seeds = temperature().to(DEVICE), torch.arange(MAX_REQS, device=DEVICE)
-    adapter.current_draft_step = torch.tensor(1, device=DEVICE)
-    states = [1, 3, 5, 7, 1, 3, 5, 7]
-    logits = torch.zeros(8, 4000, device=DEVICE)
-    mapping = torch.tensor(states, dtype=torch.int32, device=DEVICE)
-    sampled = best_tokens(adapter.sample(logits, torch.arange(8, device=DEVICE) + 16, mapping))
-    with_target = draw(logits, states, salted=False)[0]  # at the position after the last known token
+    """On releases below 0.29."""
+    stock = stock_speculator(
+        device=DEVICE,
+        model=SimpleNamespace(compute_logits=lambda hidden_states: hidden_states),
+        draft_logits=torch.zeros(MAX_REQS, STEPS, 4000, device=DEVICE),
+        idx_mapping=torch.tensor([1, 3, 5, 7, 1, 3, 5, 7], dtype=torch.int32, device=DEVICE),
+        temperature=temperature().to(DEVICE),
+        seeds=torch.arange(MAX_REQS, device=DEVICE),
+    )
+    buffers = ReleaseAdapter(stock, Options(), ASKED).buffers
+    buffers.sample_positions.copy_(torch.arange(8) + 16)
+    buffers.draft_step.fill_(1)
+    hidden = torch.zeros(8, 4000, device=DEVICE)
+    sampled = best_tokens(sample_and_store(stock, buffers, hidden, after_temperature=True)).cpu()
+    with_target = draw(hidden.cpu(), buffers.idx_mapping.tolist(), salted=False)[0]  # after the last known token
     assert int((sampled == with_target).sum()) == 0

@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu_worker")
 
-from vllm_eagle_mrv2.releases.common import StockAdapter
 
 from vllm_eagle_mrv2.patches import sleep
+
+from .stock import drafter_on, stock_speculator
 
 TABLE = [1.0, 2.0, 3.0]
 
@@ -27,9 +28,10 @@ class Model(torch.nn.Module):
             self.register_buffer("table", torch.tensor(TABLE), persistent=False)
 
 
-class Speculator(StockAdapter):
-    def __init__(self) -> None:
-        self.model = Model()
+def speculator() -> Any:
+    stock = stock_speculator(model=Model())
+    stock.drafter = drafter_on(stock)
+    return stock
 
 
 class Worker:
@@ -70,28 +72,28 @@ def tables(worker: Worker) -> list[list[float]]:
 
 @pytest.mark.parametrize("tags", [[None], [["weights"], ["kv_cache"]], [["kv_cache"], ["weights"]]])
 def test_buffers_come_back(tags: list[list[str] | None]) -> None:
-    worker = Worker(Speculator())
+    worker = Worker(speculator())
     for _ in range(2):
         worker.sleep(level=2)
         for some in tags:
             worker.wake_up(tags=some)
         assert tables(worker) == [TABLE, TABLE]
         assert worker.model_runner.speculator.model.weight.isnan().all()  # weights are the trainer's
-        assert not worker.model_runner.speculator.saved_buffers
+        assert not worker.model_runner.speculator.drafter.saved_buffers
 
 
 def test_asleep_memory_is_not_written() -> None:
     """What is mapped again with the weights cannot be written before."""
-    worker = Worker(Speculator())
+    worker = Worker(speculator())
     worker.sleep(2)
     worker.wake_up(["kv_cache"])
     assert torch.tensor(tables(worker)[1]).isnan().all()
 
 
 def test_a_level_1_sleep_keeps_nothing() -> None:
-    worker = Worker(Speculator())
+    worker = Worker(speculator())
     worker.sleep()
-    assert not worker.model_runner.speculator.saved_buffers
+    assert not worker.model_runner.speculator.drafter.saved_buffers
     worker.wake_up()
     assert tables(worker) == [TABLE, TABLE]
 
@@ -100,6 +102,6 @@ def test_other_speculators_are_left_alone() -> None:
     worker = Worker(SimpleNamespace(model=Model()))
     worker.sleep(2)
     worker.wake_up()
-    assert not hasattr(worker.model_runner.speculator, "saved_buffers")
+    assert torch.tensor(tables(worker)[1]).isnan().all()
     del worker.model_runner.speculator  # Model Runner V1 has none
     worker.wake_up()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +16,12 @@ from vllm_eagle_mrv2.config.options import Options
 pytest.importorskip("vllm.config.compilation")
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm_eagle_mrv2.releases.common import StockAdapter
 
 from vllm_eagle_mrv2.kernels.measured import about
-from vllm_eagle_mrv2.releases import common
+from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE
 from vllm_eagle_mrv2.telemetry.start_line import Facts
+
+from .stock import drafter_on, stock_speculator
 
 NONE, PIECEWISE, BOTH, DECODE_ONLY = (
     CUDAGraphMode.NONE,
@@ -174,15 +175,6 @@ def test_each_slower_path_is_warned_of_once(changed: dict[str, Any], cause: str 
 # Who says it, and who counts
 
 
-class Release(StockAdapter):
-    """A speculator on one of the ranks."""
-
-    def __init__(self, **parallel: Any) -> None:
-        ranks = {"rank": 0, "tensor_parallel_size": 1, "data_parallel_rank_local": None, **parallel}
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(**ranks))
-        self.loop: Any = SimpleNamespace(counter=SimpleNamespace(shared=True))
-
-
 @pytest.mark.parametrize(
     ("parallel", "counts", "speaks"),
     [
@@ -199,20 +191,22 @@ class Release(StockAdapter):
     ids=str,
 )
 def test_one_rank_speaks_for_the_engine(
-    parallel: dict[str, Any], counts: bool, speaks: bool, monkeypatch: pytest.MonkeyPatch
+    parallel: dict[str, Any], counts: bool, speaks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked_at = []
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    looked_at: list[Any] = []
 
-    def of(draft: Any) -> Facts:
-        looked_at.append(draft)
+    def of(drafter: Any) -> Facts:
+        looked_at.append(drafter)
         return FAST
 
-    monkeypatch.setattr(common.Facts, "of", of)
-    adapter = Release(**parallel)
-    assert adapter._leads is counts
-    adapter.announce()
-    adapter.announce()  # vLLM initializes the KV cache anew
-    assert looked_at == [adapter] * speaks
+    monkeypatch.setattr(Facts, "of", of)
+    drafter = drafter_on(stock_speculator(parallel={"data_parallel_index": 3, **parallel}))
+    assert drafter.loop.counter.shared is counts
+    assert [path.name for path in tmp_path.iterdir()] == ["3"] * counts
+    drafter.announce()
+    drafter.announce()  # vLLM initializes the KV cache anew
+    assert looked_at == [drafter] * speaks
 
 
 # What a draft leaves to vLLM's own products

@@ -371,7 +371,7 @@ def taken_up(recorder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             Symbol("vllm.engine", "nowhere_to_be_found_either", releases="<0.41"),
         ),
         stock={},
-        speculators="nowhere",
+        adapter="nowhere",
     )
     monkeypatch.setattr(releases, "all_releases", lambda: [adapter])
     monkeypatch.setattr(recorder, "recorded", lambda: ("0.40.1",))

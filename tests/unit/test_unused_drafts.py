@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 
 pytest.importorskip("vllm")
 
-from vllm_eagle_mrv2.releases.common import StockAdapter
-from vllm_eagle_mrv2.releases.unused_drafts import drafts_unused, keep_longest_lengths
+from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.patches.model_runner import keep_longest_lengths
+from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, drafts_unused
+
+from .stock import ASKED, K, stock_speculator
 
 ROWS = 8
-K = 3
 # Tokens of the prompt, those that a prefill has to run over (more after a preemption), tokens to generate at most, and
 # those that have run when the batch has.
 CHUNK = (20, 20, 50, 12)
@@ -86,16 +89,21 @@ def test_releases_that_keep_the_lengths_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("skips", "verified", "dummy_run", "drafted"),
-    [(True, 0, False, 0), (True, 0, True, K), (True, K, False, K), (False, 0, False, K)],
-    ids=["a chunk", "a dummy run", "drafts verified", "off"],
+    ("how", "verified", "dummy_run", "drafted"),
+    [
+        ({}, 0, False, 0),
+        ({}, 0, True, K),
+        ({}, K, False, K),
+        ({"dp_size": 2}, 0, False, K),
+        ({"disable": Behaviour.SKIP_UNUSED_DRAFTS}, 0, False, K),
+    ],
+    ids=["a chunk", "a dummy run", "drafts verified", "ranks that would wait", "off"],
 )
-def test_what_the_loop_is_asked_for(skips: bool, verified: int, dummy_run: bool, drafted: int) -> None:
-    adapter, asked = StockAdapter.__new__(StockAdapter), []
-    adapter.num_speculative_steps, adapter.filters_drafts, adapter._skips_unused = K, False, skips
-    adapter.loop = SimpleNamespace(propose=lambda batch: asked.append(batch.num_draft_tokens))  # type: ignore[assignment]
+def test_what_the_loop_is_asked_for(how: dict[str, Any], verified: int, dummy_run: bool, drafted: int) -> None:
+    stock = stock_speculator(dp_size=how.get("dp_size", 1))
+    adapter = ReleaseAdapter(stock, Options(disable=frozenset({how["disable"]} if "disable" in how else ())), ASKED)
     adapter.req_states, batch = states_and_batch(CHUNK)
     of_the_device = ("num_tokens", "num_tokens_after_padding", "input_ids", "positions", "query_start_loc", "seq_lens")
     vars(batch).update(dict.fromkeys((*of_the_device, "idx_mapping")), num_draft_tokens=verified)
-    adapter._propose(batch, *[None] * 10, dummy_run=dummy_run)
-    assert asked == [drafted]
+    hidden: Any = None
+    assert adapter.read(batch, None, None, hidden, None, *[hidden] * 6, dummy_run=dummy_run).num_draft_tokens == drafted
