@@ -129,7 +129,7 @@ _env_install_package() {
   _env_say "installing this package"
   local keep=()
   if [[ $EAGLE_MRV2_STACK == cpu ]]; then keep=(--constraint "$_env_root/ci/requirements-cpu.txt"); fi
-  _env_pip "${keep[@]}" --editable "${_env_root}[docs,test]" "${TOOLS[@]}"
+  _env_pip "${keep[@]}" --editable "${_env_root}[docs,lint,test]" "${TOOLS[@]}"
 }
 
 _env_make() {

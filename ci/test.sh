@@ -9,10 +9,7 @@ echo "[test] ruff and mypy"
 "$PYTHON" -m ruff check --quiet "${sources[@]}"
 "$PYTHON" -m ruff format --check --quiet "${sources[@]}"
 "$PYTHON" -m mypy --no-error-summary
-echo "[test] mkdocs and yamllint"
-site=$(mktemp -d)
-trap 'rm -rf "$site"' EXIT
-"$PYTHON" -m mkdocs build --strict --quiet --site-dir "$site"
-"$PYTHON" -m yamllint --strict .
+echo "[test] docs/ and deploy/"
+bash ci/docs.sh
 echo "[test] pytest on the $EAGLE_MRV2_STACK stack"
 "$PYTHON" -m pytest "$@"

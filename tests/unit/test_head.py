@@ -226,6 +226,20 @@ def test_a_draft_vocabulary_that_is_replaced_in_place(monkeypatch: pytest.Monkey
     assert after == draft.compute_logits(states()).argmax(-1).tolist() != before
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_logits_that_are_finished_for_storage_are_not_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft's ``compute_logits`` may be replaced, once the head is made, for logits that are stored."""
+    draft, target = pair()
+    expected, head = (
+        draft.compute_logits(states()).argmax(-1),
+        DraftHead(draft, DraftLogits.of(draft, target, local=False)),
+    )
+    compute_logits = draft.compute_logits
+    monkeypatch.setattr(draft, "compute_logits", lambda hidden: compute_logits(hidden).half().neg())
+    assert best_tokens(head.keys(states())).tolist() == expected.tolist()
+    assert head._draft_logits is not None, "as where the draft changes its own logits"
+
+
 def adapter_of_0_20(model: Any, head: Any) -> Any:
     """The adapter, with requests of two temperatures; the test is skipped where vLLM lacks what its module imports."""
     try:

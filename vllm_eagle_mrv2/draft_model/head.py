@@ -41,6 +41,11 @@ class DraftHead:
         mapped = getattr(model, "draft_id_to_target_id", None) is not None
         self._scatters = mapped and type(model).compute_logits.__module__ in _SCATTERING and trimmed is None
         """Whether the model scatters the logits of a draft vocabulary into a row of the target's."""
+        # Bound here: what reads stored logits may get its own ``compute_logits`` later.
+        self._compute: Callable[[torch.Tensor], Any] = model.compute_logits
+        """Computes logits over the head's own rows from hidden states [n, H]."""
+        if self._scatters:
+            self._compute = functools.partial(model.logits_processor, model.lm_head)
         self._row_is_token = trimmed is None and not self._scatters
         self._untried = draft_logits is not None
 
@@ -137,12 +142,3 @@ class DraftHead:
         assert self._draft_logits is not None
         rows: int = self._draft_logits.processor.org_vocab_size
         return rows
-
-    @functools.cached_property
-    def _compute(self) -> Callable[[torch.Tensor], Any]:
-        """Computes logits over the head's own rows from hidden states [n, H]."""
-        model = self._model
-        if self._scatters:
-            return functools.partial(model.logits_processor, model.lm_head)
-        compute_logits: Callable[[torch.Tensor], Any] = model.compute_logits
-        return compute_logits
