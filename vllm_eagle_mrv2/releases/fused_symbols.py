@@ -1,6 +1,6 @@
 """Symbols of private vLLM modules that the adapters of 0.28 to 0.33 rely on."""
 
-from vllm_eagle_mrv2.releases.surface import Symbol
+from vllm_eagle_mrv2.releases.surface import Symbol, words
 from vllm_eagle_mrv2.releases.symbols import CAPTURE_INPUTS, COMMON, DISPATCH, GPU, PROPOSE, RUN_MODEL, SPECULATOR
 
 _PCP = f"{GPU}.pcp_manager"
@@ -22,12 +22,7 @@ def _of_class(module: str, name: str, releases: str) -> tuple[Symbol, ...]:
         ),
         *(
             Symbol(module, f"{name}.{hook}", ("num_reqs",), releases=releases)
-            for hook in (
-                "on_prefill_begin",
-                "on_prefill_end",
-                "on_multi_step_decode_begin",
-                "on_multi_step_decode_end",
-            )
+            for hook in ("on_prefill_begin", "on_prefill_end", "on_multi_step_decode_begin", "on_multi_step_decode_end")
         ),
     )
 
@@ -79,10 +74,7 @@ FUSED: tuple[Symbol, ...] = (
     Symbol(SPECULATOR, "DraftModelSpeculator.draft_logits_spec", ("vllm_config",)),
     Symbol(SPECULATOR, "DraftModelSpeculator.use_fp64_gumbel", releases="<0.29"),
     Symbol(
-        SPECULATOR,
-        "DraftModelSpeculator.compute_draft_logits",
-        ("hidden_states", "spec_step_idx"),
-        releases=">=0.32",
+        SPECULATOR, "DraftModelSpeculator.compute_draft_logits", ("hidden_states", "spec_step_idx"), releases=">=0.32"
     ),
     # Attention metadata of draft decodes
     Symbol(_AR, "AutoRegressiveSpeculator.use_fused_multi_step_decode", releases="<0.32"),
@@ -90,14 +82,7 @@ FUSED: tuple[Symbol, ...] = (
     Symbol(
         SPECULATOR,
         "DraftModelSpeculator._build_draft_attn_metadata",
-        (
-            "num_reqs",
-            "num_reqs_padded",
-            "num_tokens_padded",
-            "seq_lens_cpu_upper_bound",
-            "step",
-            "query_start_loc_np",
-        ),
+        words("num_reqs num_reqs_padded num_tokens_padded seq_lens_cpu_upper_bound step query_start_loc_np"),
         releases="<0.30",
     ),
     Symbol(
@@ -130,11 +115,7 @@ FUSED: tuple[Symbol, ...] = (
         "BatchExecutionDescriptor",
         ("cg_mode", "num_tokens", "num_reqs", "uniform_token_count", "max_query_len"),
     ),
-    Symbol(
-        f"{GPU}.cudagraph_utils",
-        "prepare_inputs_to_capture",
-        (*CAPTURE_INPUTS, "full_cudagraph", "max_query_len"),
-    ),
+    Symbol(f"{GPU}.cudagraph_utils", "prepare_inputs_to_capture", (*CAPTURE_INPUTS, "full_cudagraph", "max_query_len")),
     Symbol(f"{GPU}.dp_utils", "dispatch_cg_and_sync_dp", DISPATCH, releases="<0.29"),
     Symbol(f"{GPU}.dp_utils", "dispatch_cg_and_sync_dp", (*DISPATCH, "dp_sync"), releases=">=0.29,<0.32"),
     Symbol(f"{GPU}.dp_utils", "dispatch_cg_and_sync_dp", (*DISPATCH, "dp_sync_state"), releases=">=0.32"),
@@ -155,10 +136,7 @@ FUSED: tuple[Symbol, ...] = (
     Symbol(_PCP, "PCPManager.prepare_draft_prefill", ("input_batch", "input_ids"), releases=">=0.30"),
     Symbol(_PCP, "PCPManager.restore_draft_prefill", ("last_hidden_states", "hidden_states"), releases=">=0.30"),
     Symbol(
-        f"{GPU}.block_table",
-        "BlockTables.gather_block_tables",
-        ("idx_mapping", "num_reqs_padded"),
-        releases=">=0.30",
+        f"{GPU}.block_table", "BlockTables.gather_block_tables", ("idx_mapping", "num_reqs_padded"), releases=">=0.30"
     ),
     # Dynamic number of draft tokens
     Symbol(

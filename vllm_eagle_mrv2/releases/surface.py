@@ -32,6 +32,11 @@ Entry = Mapping[str, Any]
 Status = Literal["found", "missing", "changed"]
 
 
+def words(names: str) -> tuple[str, ...]:
+    """Names separated by spaces, as parameters of a `Symbol`."""
+    return tuple(names.split())
+
+
 @dataclass(frozen=True)
 class Symbol:
     """One name that an adapter needs.

@@ -1,77 +1,30 @@
 """Symbols of private vLLM modules that several adapters rely on."""
 
 from vllm_eagle_mrv2.releases import draft_loading
-from vllm_eagle_mrv2.releases.surface import Symbol
+from vllm_eagle_mrv2.releases.surface import Symbol, words
 
 GPU = "vllm.v1.worker.gpu"
 SPECULATOR = f"{GPU}.spec_decode.speculator"
 
-PROPOSE = (
-    "input_batch",
-    "attn_metadata",
-    "slot_mappings",
-    "last_hidden_states",
-    "aux_hidden_states",
-    "num_sampled",
-    "num_rejected",
-    "last_sampled",
-    "next_prefill_tokens",
-    "temperature",
-    "seeds",
-    "num_tokens_across_dp",
-    "dummy_run",
-    "skip_attn_for_dummy_run",
-    "mm_inputs",
-    "is_profile",
+PROPOSE = words(
+    "input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled "
+    "num_rejected last_sampled next_prefill_tokens temperature seeds num_tokens_across_dp "
+    "dummy_run skip_attn_for_dummy_run mm_inputs is_profile"
 )
 """Parameters of ``propose`` in 0.20 to 0.28."""
 
-RUN_MODEL = (
-    "num_tokens",
-    "attn_metadata",
-    "slot_mappings",
-    "num_tokens_across_dp",
-    "cudagraph_runtime_mode",
-    "mm_inputs",
+RUN_MODEL = words("num_tokens attn_metadata slot_mappings num_tokens_across_dp cudagraph_runtime_mode mm_inputs")
+
+_INPUT_BATCH = words(
+    "num_reqs num_tokens num_tokens_after_padding num_scheduled_tokens num_draft_tokens "
+    "input_ids positions query_start_loc query_start_loc_np seq_lens seq_lens_cpu_upper_bound "
+    "idx_mapping idx_mapping_np"
 )
 
-_INPUT_BATCH = (
-    "num_reqs",
-    "num_tokens",
-    "num_tokens_after_padding",
-    "num_scheduled_tokens",
-    "num_draft_tokens",
-    "input_ids",
-    "positions",
-    "query_start_loc",
-    "query_start_loc_np",
-    "seq_lens",
-    "seq_lens_cpu_upper_bound",
-    "idx_mapping",
-    "idx_mapping_np",
-)
-
-STOCK_ATTRIBUTES = (
-    "vllm_config",
-    "device",
-    "method",
-    "speculative_config",
-    "input_buffers",
-    "idx_mapping",
-    "temperature",
-    "seeds",
-    "draft_tokens",
-    "draft_logits",
-    "draft_attn_layer_names",
-    "attn_groups",
-    "block_tables",
-    "model_state",
-    "kv_cache_config",
-    "dp_size",
-    "dp_rank",
-    "max_model_len",
-    "max_num_reqs",
-    "num_speculative_steps",
+STOCK_ATTRIBUTES = words(
+    "vllm_config device method speculative_config input_buffers idx_mapping temperature seeds "
+    "draft_tokens draft_logits draft_attn_layer_names attn_groups block_tables model_state "
+    "kv_cache_config dp_size dp_rank max_model_len max_num_reqs num_speculative_steps"
 )
 """Attributes of the speculator on every release, on whichever class."""
 
@@ -121,17 +74,9 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
     ),
     *(
         Symbol(_FLASH, f"FlashAttentionImpl.{name}")
-        for name in (
-            "num_heads",
-            "num_kv_heads",
-            "head_size",
-            "scale",
-            "alibi_slopes",
-            "sliding_window",
-            "logits_soft_cap",
-            "sinks",
-            "attn_type",
-            "kv_cache_dtype",
+        for name in words(
+            "num_heads num_kv_heads head_size scale alibi_slopes sliding_window logits_soft_cap sinks "
+            "attn_type kv_cache_dtype"
         )
     ),
     *(
@@ -192,10 +137,7 @@ EVERYWHERE: tuple[Symbol, ...] = (
         for name in ("create_engine_config", "create_speculative_config", "add_cli_args")
     ),
     Symbol(
-        "vllm.config.vllm",
-        "VllmConfig.use_v2_model_runner",
-        why="wrapped to select Model Runner V2",
-        releases=">=0.22",
+        "vllm.config.vllm", "VllmConfig.use_v2_model_runner", why="wrapped to select Model Runner V2", releases=">=0.22"
     ),
     Symbol("vllm.config.vllm", "VllmConfig._validate_v2_model_runner", (), why="wrapped to refuse in our words"),
     Symbol(
@@ -294,19 +236,9 @@ EVERYWHERE: tuple[Symbol, ...] = (
     Symbol(
         f"{GPU}.attn_utils",
         "build_attn_metadata",
-        (
-            "attn_groups",
-            "num_reqs",
-            "num_tokens",
-            "query_start_loc_gpu",
-            "query_start_loc_cpu",
-            "max_query_len",
-            "seq_lens",
-            "max_seq_len",
-            "block_tables",
-            "slot_mappings",
-            "kv_cache_config",
-            "seq_lens_cpu_upper_bound",
+        words(
+            "attn_groups num_reqs num_tokens query_start_loc_gpu query_start_loc_cpu max_query_len "
+            "seq_lens max_seq_len block_tables slot_mappings kv_cache_config seq_lens_cpu_upper_bound"
         ),
     ),
     Symbol(f"{GPU}.attn_utils", "build_slot_mappings_by_layer", ("slot_mappings", "kv_cache_config")),
@@ -351,15 +283,7 @@ COMMON: tuple[Symbol, ...] = (
 )
 
 DISPATCH = ("cudagraph_manager", "num_reqs", "num_tokens", "uniform_token_count", "dp_size", "dp_rank", "need_eager")
-CAPTURE_INPUTS = (
-    "num_reqs",
-    "num_tokens",
-    "model_state",
-    "input_buffers",
-    "block_tables",
-    "attn_groups",
-    "kv_cache_config",
-)
+CAPTURE_INPUTS = words("num_reqs num_tokens model_state input_buffers block_tables attn_groups kv_cache_config")
 
 # Below 0.28: the host builds attention metadata between steps (releases/per_step.py).
 PER_STEP: tuple[Symbol, ...] = (
@@ -372,11 +296,7 @@ PER_STEP: tuple[Symbol, ...] = (
         f"{GPU}.cudagraph_utils", "prepare_inputs_to_capture", (*CAPTURE_INPUTS, "full_cudagraph"), releases=">=0.27"
     ),
     Symbol(f"{GPU}.cudagraph_utils", "get_uniform_token_count", ("num_reqs", "num_tokens", "max_query_len")),
-    Symbol(
-        f"{GPU}.dp_utils",
-        "dispatch_cg_and_sync_dp",
-        DISPATCH,
-    ),
+    Symbol(f"{GPU}.dp_utils", "dispatch_cg_and_sync_dp", DISPATCH),
     Symbol(
         "vllm.v1.worker.gpu_worker",
         "Worker.sleep",

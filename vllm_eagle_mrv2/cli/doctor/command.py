@@ -32,7 +32,6 @@ from vllm_eagle_mrv2.cli.doctor.report import (
     BehaviourReport,
     DeploymentReport,
     DoctorReport,
-    PatchReport,
     PluginReport,
     SymbolReport,
     print_report,
@@ -279,17 +278,7 @@ def _adapter(report: DoctorReport, release: str) -> Release | None:
         BehaviourReport(name=str(one), supplier=adapter.supplier(one, version), summary=one.summary)
         for one in Behaviour
     ]
-    report.patches = [
-        PatchReport(
-            target=patch.target,
-            by=patch.by,
-            scope=patch.scope.value,
-            what=patch.what,
-            why=patch.why,
-            until=patch.until,
-        )
-        for patch in of_release(version)
-    ]
+    report.patches = list(of_release(version))
     report.families = list(adapter.families)
     report.unsupported = _unsupported(adapter, version)
     return adapter

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_eagle_mrv2.config.families import METHOD
+from vllm_eagle_mrv2.patches import Patch
 from vllm_eagle_mrv2.releases.surface import Finding, Status
 
 _CHECKED = {
@@ -109,17 +110,6 @@ class DeploymentReport(BaseModel):
         return f"{self.draft_logits_bytes / 2**20:.1f} MiB a rank at max_num_seqs={self.max_num_seqs}"
 
 
-class PatchReport(BaseModel):
-    """One replaced function or attribute of vLLM."""
-
-    target: str
-    by: str
-    scope: str
-    what: str
-    why: str
-    until: str
-
-
 class DoctorReport(BaseModel):
     """All findings of the doctor; values that do not apply are null or empty."""
 
@@ -134,7 +124,7 @@ class DoctorReport(BaseModel):
     plugin: PluginReport | None = None
     symbols: list[SymbolReport] = []
     behaviours: list[BehaviourReport] = []
-    patches: list[PatchReport] = Field(default=[], description="what is replaced on this release")
+    patches: list[Patch] = Field(default=[], description="what is replaced on this release")
     families: list[str] = []
     unsupported: list[str] = []
     family: str | None = Field(default=None, description="of the deployment's draft")
@@ -211,7 +201,7 @@ def _print_deployment(report: DoctorReport, deployment: DeploymentReport, consol
 
 
 def _print_patches(report: DoctorReport, console: Console) -> None:
-    for scope, patches in groupby(report.patches, key=lambda patch: patch.scope):
+    for scope, patches in groupby(report.patches, key=lambda patch: patch.scope.value):
         _print(console, f"replaced in {scope}:")
         for patch in patches:
             _print(console, f"  {patch.target}", "bold")

@@ -8,10 +8,7 @@ from vllm_eagle_mrv2.releases.symbols import GPU, MONOLITH
 RELEASE = Release(
     name="v0_20",
     series=("0.20",),
-    stock={
-        Behaviour.DRAFT_LOGITS_IN_REPLAY: "",
-        Behaviour.FULL_DECODE_ONLY: "",
-    },
+    stock={Behaviour.DRAFT_LOGITS_IN_REPLAY: "", Behaviour.FULL_DECODE_ONLY: ""},
     not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: "", Behaviour.LOCAL_ARGMAX: ""},
     unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
     adapter="vllm_eagle_mrv2.releases.v0_20.adapter",

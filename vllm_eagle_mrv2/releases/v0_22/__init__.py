@@ -2,7 +2,7 @@
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.releases.spec import Release, hookimpl
-from vllm_eagle_mrv2.releases.surface import Symbol
+from vllm_eagle_mrv2.releases.surface import Symbol, words
 from vllm_eagle_mrv2.releases.symbols import GPU, MONOLITH
 
 _EAGLE = f"{GPU}.spec_decode.eagle.speculator"
@@ -10,11 +10,7 @@ _EAGLE = f"{GPU}.spec_decode.eagle.speculator"
 RELEASE = Release(
     name="v0_22",
     series=("0.22",),
-    stock={
-        Behaviour.DRAFT_LOGITS_IN_REPLAY: "",
-        Behaviour.DECODE_METADATA_REBUILD: "",
-        Behaviour.FULL_DECODE_ONLY: "",
-    },
+    stock={Behaviour.DRAFT_LOGITS_IN_REPLAY: "", Behaviour.DECODE_METADATA_REBUILD: "", Behaviour.FULL_DECODE_ONLY: ""},
     not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: ""},
     unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
     adapter="vllm_eagle_mrv2.releases.v0_22.adapter",
@@ -26,15 +22,7 @@ RELEASE = Release(
         Symbol(
             f"{GPU}.model_states.mamba_hybrid",
             "MambaHybridModelState.prepare_attn",
-            (
-                "input_batch",
-                "cudagraph_mode",
-                "block_tables",
-                "slot_mappings",
-                "attn_groups",
-                "kv_cache_config",
-                "for_capture",
-            ),
+            words("input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config for_capture"),
             why="wrapped to take the batch's own maximum length",
         ),
     ),

@@ -4,12 +4,7 @@ from vllm_eagle_mrv2.config.behaviours import BEYOND_STOCK, Behaviour
 from vllm_eagle_mrv2.releases.fused_symbols import FUSED
 from vllm_eagle_mrv2.releases.spec import Release, hookimpl
 
-_SUPPLIED = {
-    Behaviour.DYNAMIC_DRAFT_LENGTH,
-    Behaviour.DRAFT_ENFORCE_EAGER,
-    Behaviour.SKIP_UNUSED_DRAFTS,
-    *BEYOND_STOCK,
-}
+_SUPPLIED = {Behaviour.DYNAMIC_DRAFT_LENGTH, Behaviour.DRAFT_ENFORCE_EAGER, Behaviour.SKIP_UNUSED_DRAFTS, *BEYOND_STOCK}
 
 RELEASE = Release(
     name="v0_29",
