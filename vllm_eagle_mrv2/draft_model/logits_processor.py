@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from vllm_eagle_mrv2.draft_model.trimmed_head import TrimmedHead
+
 FewRows = Callable[[torch.Tensor, torch.Tensor], Any]
 """Fused head kernel, called with rows [n, H] and weights [N, H]."""
-
-
-class Trimmed(Protocol):
-    """A head of selected rows that replaces a draft's whole head."""
-
-    def kept_rows(self, lm_head: Any, embedding_bias: torch.Tensor | None = None) -> Any:
-        """Return the head of the kept rows."""
-
-    def logits(self, of_kept: torch.Tensor, *, short: bool) -> torch.Tensor:
-        """Return the logits of the kept rows if ``short``, else rows over the whole vocabulary."""
-
-    def tokens(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of kept rows."""
 
 
 class DraftLogits:
@@ -47,7 +37,7 @@ class DraftLogits:
         self.sharded = False
         """Whether the logits of the latest call are a shard."""
         self._multiply: Callable[..., Any] = processor.forward
-        self._trimmed: Trimmed | None = None
+        self._trimmed: TrimmedHead | None = None
         self._stock_top_tokens = processor.get_top_tokens  # for vLLM's use_local_argmax_reduction
         self._rank: int = get_tensor_model_parallel_rank()
         self._ranks: int = get_tensor_model_parallel_world_size()
@@ -84,7 +74,7 @@ class DraftLogits:
         if self._trimmed is None:
             self.processor.forward = multiply
 
-    def trim(self, trimmed: Trimmed) -> None:
+    def trim(self, trimmed: TrimmedHead) -> None:
         """Compute the logits of a trimmed head from now on."""
         self._trimmed = trimmed
         self.processor.forward, self.processor.get_top_tokens = self._forward_trimmed, self._top_tokens

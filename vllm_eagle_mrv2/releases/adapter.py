@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,8 +31,8 @@ from vllm_eagle_mrv2.releases.draft_lengths import lengths_by_batch_size
 from vllm_eagle_mrv2.releases.spec import Release
 
 
-class PassHooks(Protocol):
-    """What vLLM's speculator does around the passes of a phase, for MTP heads that share top-k indices."""
+class PassHooks:
+    """Calls around the passes of a phase, for MTP heads that share top-k indices; these do nothing."""
 
     def on_prefill_begin(self, num_reqs: int) -> None: ...
 
@@ -95,7 +95,7 @@ class ReleaseAdapter:
             self.draft_lengths = lengths_by_batch_size(stock.speculative_config, stock.max_num_reqs)
         self.head: DraftHead | None = None
         """The head that drafts from its own rows; None where something else reads the logits too."""
-        self.hooks: PassHooks = _NoHooks()
+        self.hooks = PassHooks()
         """What to call around the passes of a phase."""
         self.capturing = False
         self.req_states: Any = None  # the model runner's
@@ -419,18 +419,6 @@ class ReleaseAdapter:
     def rebuild_prefill_metadata(self, batch: DraftBatch, run: GraphRun) -> tuple[Any, Any]:
         """Build attention metadata and slot mappings of a draft prefill with the draft's own builders."""
         raise NotImplementedError
-
-
-class _NoHooks:
-    """Of releases without MTP heads that share top-k indices."""
-
-    def on_prefill_begin(self, num_reqs: int) -> None: ...
-
-    def on_prefill_end(self, num_reqs: int) -> None: ...
-
-    def on_multi_step_decode_begin(self, num_reqs: int) -> None: ...
-
-    def on_multi_step_decode_end(self, num_reqs: int) -> None: ...
 
 
 def _buffers_of(stock: Any) -> DraftBuffers:
