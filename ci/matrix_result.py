@@ -38,13 +38,7 @@ def read_counts(report: Path) -> dict[str, int]:
 def family_result(report: dict[str, Any]) -> dict[str, Any]:
     """The demo's report on a family in the format of benchmarks/results/README.md, without its times."""
     sides = {side: report[side] for side in ("stock", "eagle_mrv2")}
-    counted = (
-        "speculator_class",
-        "num_drafts",
-        "num_draft_tokens",
-        "num_accepted_tokens",
-        "per_position_acceptance",
-    )
+    counted = ("speculator_class", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "per_position_acceptance")
     return {
         "equal": report["outputs_match_baseline"],
         "equal_to_stock": report["outputs_match_stock"],

@@ -29,12 +29,7 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 CELLS = {"stock": "·", "eagle_mrv2": "●", "-": "-", "not applicable": "-", "not possible": "✗"}
 _MARKER = "<!-- {}: {} -->"
-HEADLINES = (
-    "1b eagle, K=3, batch 1",
-    "1b eagle, K=7, batch 1",
-    "1b eagle, K=7, batch 32",
-    "8b eagle3, K=5, batch 1",
-)
+HEADLINES = ("1b eagle, K=3, batch 1", "1b eagle, K=7, batch 1", "1b eagle, K=7, batch 32", "8b eagle3, K=5, batch 1")
 """Cases that are shown for every release, with their quartiles."""
 GAINS = (
     "1b eagle, K=3, batch 1",
@@ -44,10 +39,7 @@ GAINS = (
     "8b eagle3, K=3, batch 32",
 )
 """The cases that the README shows."""
-PACKAGES = {
-    "0.1.0": ("0.26", "0.32"),
-    "0.2.0": tuple(f"0.{minor}" for minor in (20, *range(22, 34))),
-}
+PACKAGES = {"0.1.0": ("0.26", "0.32"), "0.2.0": tuple(f"0.{minor}" for minor in (20, *range(22, 34)))}
 """Minor releases of vLLM that each version of this package supports."""
 PLACES = ("H200", "H100", "CPU engine")
 
@@ -380,11 +372,7 @@ def _table(heads: list[str], rows: list[list[str]], rule: str) -> str:
 
 
 Sections = Mapping[str, Callable[[], str]]
-SECTIONS: Sections = {
-    "supported": supported_section,
-    "gains": gains_section,
-    "compatibility": compatibility_section,
-}
+SECTIONS: Sections = {"supported": supported_section, "gains": gains_section, "compatibility": compatibility_section}
 """The sections of the README."""
 PAGES: Mapping[Path, Sections] = {
     README: SECTIONS,

@@ -113,10 +113,7 @@ def attention(
 
 
 def between_passes(
-    buffers: DraftBuffers,
-    drafts: Callable[[], list[torch.Tensor]],
-    max_model_len: int,
-    sample_offset: int,
+    buffers: DraftBuffers, drafts: Callable[[], list[torch.Tensor]], max_model_len: int, sample_offset: int
 ) -> None:
     """Launch the kernels between the model passes of a draft with one KV cache group and no stored logits.
 

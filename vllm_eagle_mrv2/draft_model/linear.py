@@ -110,10 +110,7 @@ class Installed(NamedTuple):
 
 @torch.inference_mode()
 def install(
-    draft: torch.nn.Module,
-    target: torch.nn.Module,
-    logits: DraftLogits | None = None,
-    few: FewRows | None = None,
+    draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits | None = None, few: FewRows | None = None
 ) -> Installed:
     """Make a draft's unquantized layers use the kernels; layers shared with the target stay unchanged.
 

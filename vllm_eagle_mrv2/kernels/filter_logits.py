@@ -152,11 +152,7 @@ def _mask_kernel(
 
 
 def filter_logits(
-    logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
+    logits: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> None:
     """Set the draft logits that a request's top-k and top-p exclude to -inf, in place.
 
@@ -189,11 +185,7 @@ def filter_logits(
 
 
 def filter_logits_reference(
-    logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
+    logits: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
     """Return [n, V] bool, in plain torch: the tokens that top-k and then top-p keep, without extra ties or bins."""
     keep = torch.ones_like(logits, dtype=torch.bool)

@@ -114,11 +114,7 @@ def how_drafted(drafted: torch.Tensor) -> dict[str, int | bool]:
 
 
 def argmax_keys(
-    logits: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    *,
-    first_row: int = 0,
-    num_columns: int | None = None,
+    logits: torch.Tensor, offsets: torch.Tensor | None = None, *, first_row: int = 0, num_columns: int | None = None
 ) -> torch.Tensor:
     """Return the best key of every block of columns; the greatest key of a row gives its argmax.
 

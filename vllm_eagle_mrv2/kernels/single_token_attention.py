@@ -258,12 +258,7 @@ class SingleTokenAttention:
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        width: int,
-        device: torch.device,
-        scratch: torch.device | None = None,
+        self, num_heads: int, num_kv_heads: int, width: int, device: torch.device, scratch: torch.device | None = None
     ) -> None:
         self.num_kv_heads, self.width = num_kv_heads, width
         self.group = num_heads // num_kv_heads

@@ -140,11 +140,7 @@ FIXES = (
         stock=">=0.28",
         why=_MODEL_CLASS,
     ),
-    Fix(
-        symptom="A logit that is NaN makes verification take a token out of bounds",
-        stock=">=0.28",
-        why=_VERIFICATION,
-    ),
+    Fix(symptom="A logit that is NaN makes verification take a token out of bounds", stock=">=0.28", why=_VERIFICATION),
     Fix(
         symptom="Placeholders of drafts that were not made cost verification time",
         stock=">=0.28",
@@ -174,42 +170,26 @@ FIXES = (
         stock=">=0.30",
         why=_RANKS,
     ),
-    Fix(
-        symptom="Eager draft decodes of data-parallel ranks count padding as tokens",
-        stock=">=0.30",
-        why=_RANKS,
-    ),
+    Fix(symptom="Eager draft decodes of data-parallel ranks count padding as tokens", stock=">=0.30", why=_RANKS),
     Fix(
         symptom="A draft on the last pipeline stage has no embedding: acceptance collapses",
         upstream="#46994",
         stock=">=0.30",
         why=_STAGES,
     ),
+    Fix(symptom="`load_format=fastsafetensors` waits for ever for stages without a draft", stock=">=0.30", why=_STAGES),
     Fix(
-        symptom="`load_format=fastsafetensors` waits for ever for stages without a draft",
-        stock=">=0.30",
-        why=_STAGES,
+        symptom="Types of the draft's layers are counted from those of one pipeline stage", stock=">=0.30", why=_STAGES
     ),
     Fix(
-        symptom="Types of the draft's layers are counted from those of one pipeline stage",
-        stock=">=0.30",
-        why=_STAGES,
-    ),
-    Fix(
-        symptom="MTP layers of Step 3.5 and 3.7 lose their own heads to the target's",
-        stock=">=0.32",
-        why=_MODEL_CLASS,
+        symptom="MTP layers of Step 3.5 and 3.7 lose their own heads to the target's", stock=">=0.32", why=_MODEL_CLASS
     ),
     Fix(
         symptom="A projection of MiMo-V2 MTP layers whose parts lie in two files is dropped",
         stock=">=0.32",
         why=_MODEL_CLASS,
     ),
-    Fix(
-        symptom="MTP layers of Qwen3-Next and Qwen3.5 refuse `mamba_cache_mode=all`",
-        stock=">=0.32",
-        why=_MODEL_CLASS,
-    ),
+    Fix(symptom="MTP layers of Qwen3-Next and Qwen3.5 refuse `mamba_cache_mode=all`", stock=">=0.32", why=_MODEL_CLASS),
     Fix(
         symptom="`load_config` of the draft is ignored",
         upstream="#55337",

@@ -159,10 +159,7 @@ def _describe(owner: Any, name: str, member: Any) -> Entry:
 
 
 def _describe_class(cls: type) -> Entry:
-    entry = {
-        "kind": "class",
-        "bases": [class_path(base) for base in cls.__bases__ if base is not object],
-    }
+    entry = {"kind": "class", "bases": [class_path(base) for base in cls.__bases__ if base is not object]}
     return {**entry, **_signature(cls, 0), "fields": _annotated_fields(cls)}
 
 

@@ -140,12 +140,7 @@ LIMITS: tuple[Limit, ...] = (
             config.parallel_config.prefill_context_parallel_size > 1 and config.speculative_config.method != "mtp"
         ),
     ),
-    Limit(
-        "sequence parallelism (enable_sp)",
-        "<0.32",
-        "sequence parallelism",
-        _parallelizes_sequences,
-    ),
+    Limit("sequence parallelism (enable_sp)", "<0.32", "sequence parallelism", _parallelizes_sequences),
     Limit(
         "dual batch overlap and micro-batches (--enable-dbo, --ubatch-size)",
         "",

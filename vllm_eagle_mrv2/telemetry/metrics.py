@@ -62,9 +62,7 @@ class DraftMetrics(Collector):
         paths = "; ".join(f"{path}, {how}" for path, how in counters.PATHS.items())
         labels = ["model_name", "engine"]
         phases = CounterMetricFamily(
-            "vllm_eagle_mrv2_draft_phases",
-            f"Draft phases, one a batch, by path ({paths}).",
-            labels=[*labels, "path"],
+            "vllm_eagle_mrv2_draft_phases", f"Draft phases, one a batch, by path ({paths}).", labels=[*labels, "path"]
         )
         length = GaugeMetricFamily(
             "vllm_eagle_mrv2_draft_length", "Draft tokens a request in the latest batch.", labels=labels

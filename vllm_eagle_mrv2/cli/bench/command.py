@@ -81,8 +81,7 @@ def bench(
     ] = None,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End texts at their end of sequence.")] = False,
     prompts: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, exists=True, help='A prompt a line, or JSON lines with "prompt".'),
+        Path | None, typer.Option(dir_okay=False, exists=True, help='A prompt a line, or JSON lines with "prompt".')
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="As in vLLM (default 4096; for the demo pair 512).")

@@ -74,9 +74,7 @@ def examine_deployment(report: DoctorReport, deployment: Deployment, version: Ve
     """
     register()
     found = report.deployment = DeploymentReport(
-        target=deployment.target,
-        draft=deployment.draft,
-        num_speculative_tokens=deployment.num_speculative_tokens,
+        target=deployment.target, draft=deployment.draft, num_speculative_tokens=deployment.num_speculative_tokens
     )
     try:
         arguments = deployment.engine_args(version)
