@@ -16,7 +16,6 @@ TESTS = Path(__file__).parents[1]
 KERNELS = Path(__file__).parents[2] / "vllm_eagle_mrv2" / "kernels"
 
 
-@pytest.mark.slow
 def test_kernels_compile_for_nvidia_gpus(tmp_path: Path) -> None:
     environment = os.environ | {
         "TRITON_INTERPRET": "0",

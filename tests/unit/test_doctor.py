@@ -422,6 +422,7 @@ def test_no_such_recording(tmp_path: Path) -> None:
 # The real thing
 
 
+@pytest.mark.slow
 def test_the_installed_vllm() -> None:
     """In a process of its own: the first import of vLLM, with nothing but the report on standard output."""
     pytest.importorskip("vllm")

@@ -63,6 +63,7 @@ def test_targets_are_there_on_the_releases_that_need_them() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_nothing_of_a_worker_is_replaced_before_one_drafts() -> None:
     """Whatever imports the adapters replaces nothing: `doctor`, say."""
     pytest.importorskip("vllm")
