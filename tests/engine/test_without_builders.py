@@ -162,8 +162,7 @@ def test_one_graph_of_all_draft_decodes(by_builders: ByBuilders, draft_decode_gr
     with engine("eagle_mrv2", k=K) as llm:
         builds, speculator = counted_builds(llm), speculator_of(llm)
         # As if asked for; on a CPU vLLM asks for none.
-        asked = AskedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, SIZES, SIZES[-1])
-        speculator.drafter.graphs.asked_mode, speculator.drafter.adapter.asked = asked.mode, asked
+        speculator.drafter.adapter.asked = AskedGraphs(CUDAGraphMode.FULL_DECODE_ONLY, SIZES, SIZES[-1])
         replayed = draft_decode_graphs(llm)
         assert speculator.drafter.adapter.refreshes_in_graph
         acceptance, right = Acceptance(llm), recorded(speculator)

@@ -253,7 +253,7 @@ def test_graphs_are_captured_for_every_length_of_the_schedule(refreshes: bool, l
     adapter.take_attention(by_ours=False)
     adapter.stock.decode_cudagraph_manager = manager
     loop: Any = SimpleNamespace(decode_all=object(), decode=object())
-    DraftGraphs(adapter.stock, adapter, loop, Settings("eagle", Options()), ASKED)._capture_decodes()
+    DraftGraphs(adapter, loop, Settings("eagle", Options()))._capture_decodes()
     assert specialized == lengths
     forward, arguments = captured
     assert forward is (loop.decode_all if refreshes else loop.decode)

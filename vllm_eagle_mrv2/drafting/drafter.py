@@ -111,7 +111,7 @@ class Drafter:
             ),
             self.adapter.buffers,
         )
-        self.graphs = DraftGraphs(stock, self.adapter, self.loop, settings, asked)
+        self.graphs = DraftGraphs(self.adapter, self.loop, settings)
         if self._leads:
             self.loop.counter = DraftCounter.of_rank(stock.vllm_config.parallel_config.data_parallel_index)
         self.logits: DraftLogits | None = None

@@ -13,7 +13,7 @@ import torch
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import Settings
-from vllm_eagle_mrv2.drafting.capture import AskedGraphs, decode_mode
+from vllm_eagle_mrv2.drafting.capture import decode_mode
 from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphMode
 
@@ -25,23 +25,17 @@ class DraftGraphs:
     """Makes the draft's graph managers, captures their graphs, and hands the loop those of whole draft phases.
 
     Args:
-        stock: vLLM's speculator, which holds the managers: vLLM looks for them there.
-        adapter: of the installed release.
+        adapter: of the installed release; its speculator holds the managers, as vLLM looks for them there.
         loop: the passes to capture.
         settings: what the user asked for.
-        asked: the graph settings before vLLM fitted them to the target.
     """
 
-    def __init__(
-        self, stock: Any, adapter: ReleaseAdapter, loop: DraftLoop, settings: Settings, asked: AskedGraphs
-    ) -> None:
-        self.stock = stock
+    def __init__(self, adapter: ReleaseAdapter, loop: DraftLoop, settings: Settings) -> None:
+        self.stock = adapter.stock
         self.adapter = adapter
         self.loop = loop
-        self.asked_mode = asked.mode
-        """The mode before vLLM lowered it to what the target's attention backends support in verification."""
         self.target_mode: GraphMode | None = None
-        """The mode after that."""
+        """The mode that vLLM lowered the asked one to, as the target's attention backends support in verification."""
         self.target_graphs: Callable[[], Any] | None = None
         """Returns the target's current graph manager; set once the model runner has one."""
         self.scratch: Any = None  # workspace kept alive for the draft's graphs where the target has no graphs
@@ -63,7 +57,7 @@ class DraftGraphs:
         compilation = self.stock.vllm_config.compilation_config
         fitted = compilation.cudagraph_mode
         if self._decodes_by_support:
-            compilation.cudagraph_mode = self.asked_mode
+            compilation.cudagraph_mode = self.adapter.asked.mode
         try:
             with self.adapter.decode_capture_sizes():
                 yield
@@ -84,7 +78,7 @@ class DraftGraphs:
             modes: Any = type(mode)
             mode = decodes_by = modes.NONE
         elif self._decodes_by_support and self._single_token_graphs():
-            decodes_by = self.asked_mode or decodes_by
+            decodes_by = adapter.asked.mode or decodes_by
         draft_decode_mode = decode_mode(decodes_by, full_decode_only=self._enabled(Behaviour.FULL_DECODE_ONLY))
         prefill: Any = adapter.prefill_manager_class
         decode: Any = adapter.decode_manager_class

@@ -105,10 +105,10 @@ class FusedAdapter(ReleaseAdapter):
             shard = self.pcp_manager.draft_prefill_batch
             if shard is not None:
                 return shard.num_tokens, shard.num_tokens_after_padding
-        return batch.num_tokens, batch.num_tokens_padded
+        return super().begin_prefill(batch)
 
     def run_draft_model(self, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden: tuple[torch.Tensor, torch.Tensor] = self.stock._run_model(*inputs[1:])
+        hidden = super().run_draft_model(inputs)
         if self.pcp_manager is None:
             return hidden
         # Restores a shard to the whole batch; a whole batch is returned unchanged.

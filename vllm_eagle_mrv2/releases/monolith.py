@@ -43,8 +43,7 @@ class MonolithAdapter(PerStepAdapter):
         hidden: tuple[torch.Tensor, torch.Tensor] = self.stock.run_model(*inputs[1:])
         return hidden
 
-    def sample_unstored(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.head is not None:
-            return self.head.keys(hidden_states)
+    def _sample_by_stock(self, hidden_states: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Tensor:
+        """Draft greedily: these releases have no sampler to call."""
         greedy: torch.Tensor = self.stock.model.compute_logits(hidden_states).argmax(dim=-1)
         return greedy

@@ -86,7 +86,7 @@ class Facts:
             ours=frozenset(
                 b for b in Behaviour if adapter.release.supplier(b, version) == METHOD and options.enabled(b)
             ),
-            asked_mode=graphs.asked_mode or graphs.target_mode,
+            asked_mode=adapter.asked.mode or graphs.target_mode,
             target_mode=graphs.target_mode,
             prefill_mode=stock.prefill_cudagraph_manager.cudagraph_mode,
             decode_mode=stock.decode_cudagraph_manager.cudagraph_mode,
