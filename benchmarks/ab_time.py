@@ -6,7 +6,9 @@
 Prints one JSON object per batch size: the median milliseconds per iteration (verify and draft) of the stock method and
 of eagle_mrv2, and the median and quartiles of the ratios stock / eagle_mrv2 of neighbouring rounds.  If the bench
 refuses a ratio, its row is not printed and the exit status is 1.  ``--disable NAME`` compares eagle_mrv2 without a
-behaviour, instead of the stock method, with eagle_mrv2.  ``--setting TEXT`` records what is special about a line.
+behaviour, instead of the stock method, with eagle_mrv2.  ``--before FOLDER`` compares the version of this package that
+is installed in a folder, instead of the stock method, with this one.  ``--setting TEXT`` records what is special about
+a line.
 
 Starting engines takes longer than measuring them.  Several comparisons (releases) can start together and then take
 turns: ``--together N FOLDER`` waits until N of them have started, and measures one at a time.
@@ -39,6 +41,7 @@ def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, An
     low, ratio, high = row.quartiles
     trimmed = options.draft_vocab and f"trimmed to {options.draft_vocab:,} tokens"
     special = {"setting": options.setting or trimmed, "without": options.disable}
+    special["before"] = options.before and options.before.name
     return {
         "vllm": version,
         "shape": options.shape.value,
@@ -97,6 +100,7 @@ def main() -> int:
     parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
     parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--draft-vocab", type=int, metavar="SIZE", help="ours drafts from so many tokens")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="``pip install --no-deps --target FOLDER``")
     parser.add_argument("--setting")
     parser.add_argument("--pair", type=int, help="which of several pairs of the same case")
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"))
@@ -108,6 +112,7 @@ def main() -> int:
         comparison = Comparison(
             subject=subject,
             against_ours=bool(options.disable),
+            before=options.before,
             options=draft_options(Path(folder), options.draft_vocab),
             disable=options.disable,
             overrides=options.engine,

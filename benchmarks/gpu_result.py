@@ -126,8 +126,8 @@ def put_times(result: dict[str, Any], times: list[dict[str, Any]], commit: str) 
 
 
 def _place(line: dict[str, Any]) -> tuple[Any, ...]:
-    """Sort key: shape, head, K and batch size; lines with a setting next; lines without a behaviour last, unsorted."""
-    if "without" in line:
+    """Sort key: shape, head, K and batch size; lines with a setting next; comparisons with ours last, unsorted."""
+    if "without" in line or "before" in line:
         return (2,)
     return ("setting" in line, line["shape"], line["method"], -line["k"], line["batch"])
 

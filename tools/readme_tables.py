@@ -93,6 +93,7 @@ class Iteration(Strict):
     rounds: int | None = None
     setting: str = ""
     without: tuple[str, ...] = ()
+    before: str = ""
     commit: str = ""
 
     @property
@@ -330,13 +331,23 @@ def alone_section() -> str:
     return _crossed("without / with the behaviour", rows, _number)
 
 
+def versions_section() -> str:
+    """The time of ``eagle_mrv2`` in an earlier version of this package / in a later one."""
+    rows: dict[str, dict[str, Iteration]] = {}
+    for release, runs in read_results().items():
+        for one in (one for run in runs for one in run.iteration_ms if one.before):
+            rows.setdefault(f"{one.before}: {one.case}, {release}", {})[f"batch {one.batch}"] = one
+    return _crossed("earlier / later version", rows, _number)
+
+
 def _by_release() -> list[tuple[str, list[Result]]]:
     """(release, its results), oldest release first."""
     return sorted(read_results().items(), key=lambda item: Version(item[0]))
 
 
 def _timed(runs: list[Result]) -> list[Iteration]:
-    return [one for run in runs for one in run.iteration_ms]
+    """The comparisons with stock, and with ``eagle_mrv2`` without a behaviour."""
+    return [one for run in runs for one in run.iteration_ms if not one.before]
 
 
 def _number(head: str) -> int:
@@ -382,6 +393,7 @@ PAGES: Mapping[Path, Sections] = {
         "speed": speed_section,
         "batches": batches_section,
         "alone": alone_section,
+        "versions": versions_section,
         "metadata": metadata_section,
     },
     DOCS / "fixes.md": {"fixes": fixes_section},

@@ -195,6 +195,7 @@ def test_names_of_the_sides() -> None:
     assert comparison().names == ("stock", "eagle_mrv2")
     assert comparison(disable=["a", "b"]).names == ("stock", "eagle_mrv2 without a, b")
     assert comparison(disable=["a"], against_ours=True).names == ("eagle_mrv2 without a", "eagle_mrv2")
+    assert comparison(before=Path("installed/0.1.0")).names == ("eagle_mrv2 of 0.1.0", "eagle_mrv2")
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])

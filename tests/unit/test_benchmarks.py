@@ -77,14 +77,29 @@ def test_compiled_code_can_be_kept_for_the_next_call(tmp_path: Path) -> None:
         assert all(folder.startswith(f"{tmp_path}/kept/") == bool(by_job) for folder in folders)
 
 
-@pytest.mark.parametrize(("draft_vocab", "setting"), [(None, None), (32768, "trimmed to 32,768 tokens")])
-def test_a_line_says_that_the_vocabulary_was_trimmed(draft_vocab: int | None, setting: str | None) -> None:
-    """Such a case is none of the head's whole vocabulary."""
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, {}),
+        ({"draft_vocab": 32768}, {"setting": "trimmed to 32,768 tokens"}),
+        ({"before": Path("installed/0.1.0")}, {"before": "0.1.0"}),
+    ],
+)
+def test_a_line_says_what_is_special_about_it(given: dict[str, Any], said: dict[str, str]) -> None:
+    """Such a case is not the one of two engines that differ only in the speculator."""
     ab_time = script("ab_time")
     row = SimpleNamespace(k=7, batch=1, quartiles=(1.4, 1.5, 1.6), eagle_mrv2=[])
     row.figures = lambda side: SimpleNamespace(iteration_ms=2.0)
-    options = SimpleNamespace(shape=ab_time.Shape.b1, family="eagle", disable=[], setting=None, draft_vocab=draft_vocab)
-    assert ab_time.line_of(row, options, "0.26.0").get("setting") == setting
+    plain = {
+        "shape": ab_time.Shape.b1,
+        "family": "eagle",
+        "disable": [],
+        "setting": None,
+        "draft_vocab": None,
+        "before": None,
+    }
+    line = ab_time.line_of(row, SimpleNamespace(**plain | {"before": None} | given), "0.26.0")
+    assert {key: line[key] for key in ("setting", "without", "before") if key in line} == said
 
 
 def test_what_the_host_does_in_an_iteration() -> None:

@@ -131,6 +131,7 @@ def test_what_was_timed(tables: ModuleType, results: Path) -> None:
         {**one, "ratio": 1.2, "quartiles": [1.19, 1.215], "rounds": 9},
         {**one, "ratio": 1.5, "setting": "drafts from 32768 tokens"},
         {**one, "ratio": 1.03, "without": ["two_stage_argmax"]},
+        {**one, "ratio": 0.98, "before": "0.1.0"},
         {**one, "ratio": 1.1, "batch": 32},
         {**one, "ratio": 1.04, "k": 3, "batch": 8},
     ]
@@ -152,6 +153,7 @@ def test_what_was_timed(tables: ModuleType, results: Path) -> None:
         "| 1b eagle, K=7 | 1.31, 1.20 | 1.38, - | 1.62, 1.10 |",
         "| 1b eagle, K=3 | - | -, 1.04 | - |",
     ]
+    assert tables.versions_section().splitlines()[2:] == ["| 0.1.0: 1b eagle, K=7, 0.26.0 | 0.98 |"]
     assert tables.alone_section().splitlines()[2:] == ["| `two_stage_argmax`: 1b eagle, K=7, 0.26.0 | 1.03 |"]
 
 

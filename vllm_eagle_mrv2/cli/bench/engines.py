@@ -24,6 +24,11 @@ CORES = 4
 _FIXED_KV_CACHE = "kv_cache_memory_bytes"
 
 
+def _ahead_of_path(variables: Mapping[str, str], *folders: str) -> str:
+    """``PYTHONPATH`` with these folders first."""
+    return os.pathsep.join([*folders, *filter(None, [variables.get("PYTHONPATH")])])
+
+
 @dataclass(frozen=True)
 class Subject:
     """The models to measure, with their prompts and engine arguments."""
@@ -44,8 +49,7 @@ class Subject:
         """The environment variables that the plugins change."""
         if not self.plugins:
             return {}
-        path = [*self.plugins.values(), *filter(None, [variables.get("PYTHONPATH")])]
-        changed = {"PYTHONPATH": os.pathsep.join(path)}
+        changed = {"PYTHONPATH": _ahead_of_path(variables, *self.plugins.values())}
         if "VLLM_PLUGINS" in variables:
             changed["VLLM_PLUGINS"] = ",".join([variables["VLLM_PLUGINS"], *self.plugins])
         return changed
@@ -74,6 +78,8 @@ class Comparison:
     subject: Subject
     against_ours: bool = False
     """Compare with ``eagle_mrv2`` without the behaviours in ``disable``, instead of with the stock speculator."""
+    before: Path | None = None
+    """Folder of another version of this package, whose ``eagle_mrv2`` is the one to compare with."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of ``eagle_mrv2``."""
     disable: list[str] = field(default_factory=list)
@@ -87,6 +93,8 @@ class Comparison:
     @property
     def names(self) -> tuple[str, str]:
         """The names of the two sides."""
+        if self.before is not None:
+            return (f"{METHOD} of {self.before.name}", METHOD)
         reduced = f"{METHOD} without {', '.join(self.disable)}" if self.disable else METHOD
         return (reduced, METHOD) if self.against_ours else ("stock", reduced)
 
@@ -99,7 +107,7 @@ class Comparison:
         """
         ours = f"{METHOD}:{self.subject.family}"
         reduced = self.options | ({"disable": self.disable} if self.disable else {})
-        if self.against_ours:
+        if self.against_ours or self.before is not None:
             methods, options = (ours, ours), (reduced, self.options)
         else:
             methods, options = (self.subject.family, ours), ({}, reduced)
@@ -132,6 +140,8 @@ class Comparison:
     def _process(self, side: int, method: str) -> EngineProcess:
         variables = environment(method, **({"HF_HUB_OFFLINE": "1"} if self.subject.offline else {}))
         variables |= self.subject.environment(variables)
+        if side == 0 and self.before is not None:
+            variables["PYTHONPATH"] = _ahead_of_path(variables, str(self.before.resolve()))
         return EngineProcess("vllm_eagle_mrv2.cli.bench.worker", self.names[side], variables, self.verbose)
 
     def job(self, k: int, method: str, options: dict[str, Any]) -> Job:
