@@ -57,13 +57,13 @@ def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, An
     }
 
 
-def draft_options(folder: Path, draft_vocab: int | None) -> dict[str, Any]:
+def draft_options(folder: Path, given: dict[str, Any], draft_vocab: int | None) -> dict[str, Any]:
     """Options of eagle_mrv2; random weights prefer no token, so any ranking will do."""
     if draft_vocab is None:
-        return {}
+        return given
     ranking = folder / "ranking.json"
     ranking.write_text(json.dumps({"vocab_size": VOCABULARY, "tokens": list(range(draft_vocab))}), encoding="utf-8")
-    return {"draft_vocab": {"size": draft_vocab, "ranking": str(ranking)}}
+    return given | {"draft_vocab": {"size": draft_vocab, "ranking": str(ranking)}}
 
 
 def arrive(together: tuple[str, str]) -> None:
@@ -98,6 +98,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
+    parser.add_argument("--option", type=json.loads, default={}, help="options of eagle_mrv2, as JSON")
+    parser.add_argument("--stock", type=json.loads, default={}, help="for stock's speculative configuration, as JSON")
     parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--draft-vocab", type=int, metavar="SIZE", help="ours drafts from so many tokens")
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="``pip install --no-deps --target FOLDER``")
@@ -113,7 +115,8 @@ def main() -> int:
             subject=subject,
             against_ours=bool(options.disable),
             before=options.before,
-            options=draft_options(Path(folder), options.draft_vocab),
+            options=draft_options(Path(folder), options.option, options.draft_vocab),
+            stock_speculative=options.stock,
             disable=options.disable,
             overrides=options.engine,
             verbose=True,

@@ -21,6 +21,9 @@ from triton.runtime.jit import JITFunction
 
 from vllm_eagle_mrv2.batch.buffers import SlotTable
 from vllm_eagle_mrv2.batch.queue import BatchQueue
+from vllm_eagle_mrv2.kernels import few_rows_product as of_few_rows
+from vllm_eagle_mrv2.kernels import fp8
+from vllm_eagle_mrv2.kernels import row_product as of_one_row
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
@@ -41,7 +44,10 @@ _POINTERS = {
     torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
+_HAS_FP8 = 89
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int = 4, **kwargs: Any) -> None:
@@ -61,6 +67,8 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
     if pairs <= compiled:
         return
     for capability in (*CAPABILITIES, *(() if compiled else FURTHER)):
+        if capability < _HAS_FP8 and "*fp8e4nv" in signature.values():
+            continue
         made = triton.compile(
             ASTSource(fn=self, signature=signature, constexprs=constants),
             target=GPUTarget("cuda", capability, 32),
@@ -69,6 +77,11 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
         assert "cubin" in made.asm
     compiled |= pairs
     print(self.fn.__name__, *constants.values(), flush=True)
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """What a GPU without instructions for FP8 reads."""
+    return values.view(torch.uint8)
 
 
 def call_every_kernel() -> None:
@@ -105,10 +118,16 @@ def call_every_kernel() -> None:
             gated_row_product(weight[0], weight)
             row_product(weight, weight, index=mapping[2:].long())
             gated_row_product(weight, weight, index=mapping[2:].long())
+            values, scale = fp8.quantized(weight)
+            for of_one_row.as_read in (fp8.as_read, _as_bytes):
+                row_product(weight[0], values, scale=scale)
+                gated_row_product(weight, values, mapping[2:].long(), scale)
         if dtype != torch.float32:
             for rows in (2, 17):
                 few, head = (torch.randn(n, 200, device=DEVICE).to(dtype) for n in (rows, 70))
                 few_rows_product(few, head)
+                for of_few_rows.as_read in (fp8.as_read, _as_bytes):
+                    few_rows_product(few.repeat(3, 1), *fp8.quantized(head))
                 few_rows_keys(few, head)
                 of_rows = mapping.repeat(6)[:rows]
                 few_logits, best = few_rows_by_temperature(few, head, of_rows, states)

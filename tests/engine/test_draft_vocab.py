@@ -94,7 +94,7 @@ def test_mtp(ranking: Path, tmp_path: Path) -> None:
 def test_weights_that_are_loaded_again(ranking: Path) -> None:
     with engine("eagle_mrv2", options=trimmed_to(900, ranking)) as llm:
         tokens, drafted, acceptance = run(llm)
-        kept = speculator_of(llm).drafter.trimmed._kept
+        kept = speculator_of(llm).drafter.trimmed.kept
         with torch.inference_mode():
             kept.weight.zero_()
             kept.quant_method.process_weights_after_loading(kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import wrapt
@@ -89,9 +89,9 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     product, seen = linear.row_product, []
 
-    def counted(row: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def counted(row: torch.Tensor, weight: torch.Tensor, *others: Any, **how: Any) -> torch.Tensor:
         seen.append(weight)
-        return product(row, weight, bias)
+        return product(row, weight, *others, **how)
 
     monkeypatch.setattr(linear, "row_product", counted)
     return seen

@@ -116,7 +116,7 @@ def test_what_it_is_for(
         return F.linear(x, weight)
 
     monkeypatch.setattr(few_rows, "few_rows_product", product)
-    monkeypatch.setattr(linear, "row_product", lambda row, weight, bias: F.linear(row, weight, bias))
+    monkeypatch.setattr(linear, "row_product", lambda row, weight, bias, scale: F.linear(row, weight, bias))
     x, weight = torch.ones(rows, 4, dtype=dtype, device=DEVICE), torch.ones(outputs, 4, dtype=dtype, device=DEVICE)
     assert torch.ops.vllm_eagle_mrv2.linear(x, weight, None).shape == (rows, outputs)
     assert called == [rows] * ours

@@ -143,11 +143,11 @@ def test_weights_that_are_replaced_in_place() -> None:
     trimmed, _ = trim(draft, target, 4, 70, 251)
     trimmed.renew()  # nothing is copied yet
     draft.compute_logits(states())
-    memory = trimmed._kept.weight.data_ptr()
+    memory = trimmed.kept.weight.data_ptr()
     whole = torch.randn(VOCAB, HIDDEN)
     draft.lm_head.weight_loader(draft.lm_head.weight, whole)
     trimmed.renew()
-    assert trimmed._kept.weight.data_ptr() == memory
+    assert trimmed.kept.weight.data_ptr() == memory
     torch.testing.assert_close(
         draft.compute_logits(states())[:, [4, 70, 251]], (states() @ whole.T)[:, [4, 70, 251]], rtol=1e-5, atol=1e-5
     )
@@ -323,8 +323,8 @@ def check_rank(rank: int, ranks: int) -> None:
     trimmed, _ = trim(draft, target, *LOW_IDS)
     draft.compute_logits(states())
     assert (draft.lm_head.shard_indices.org_vocab_start_index <= LOW_IDS[0]) == (rank == 0)
-    assert len(trimmed._kept.weight) == 64
-    assert int(trimmed._kept.weight.any(-1).sum()) == (64 if rank == 0 else 6)
+    assert len(trimmed.kept.weight) == 64
+    assert int(trimmed.kept.weight.any(-1).sum()) == (64 if rank == 0 else 6)
 
 
 def run_rank(rank: int, ranks: int, port: int, reports: Path) -> None:

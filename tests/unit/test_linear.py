@@ -88,7 +88,7 @@ def test_kernels_are_compiled_when_the_draft_is_loaded(by_keys: bool, monkeypatc
     compiled: list[tuple[str, int, int]] = []
 
     def noting(kind: str) -> Callable[..., torch.Tensor]:
-        def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        def product(rows: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
             compiled.append((kind, len(rows) if rows.dim() > 1 else 1, len(weight)))
             return torch.empty(len(weight))
 
@@ -116,7 +116,7 @@ def test_keys_of_an_argmax_are_compiled_for_heads_alone(monkeypatch: pytest.Monk
     """A wide layer has products of few rows too, and nobody takes an argmax of them."""
     keys: list[int] = []
     monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32)
-    monkeypatch.setattr(linear, "row_product", lambda row, weight, bias: torch.empty(len(weight)))
+    monkeypatch.setattr(linear, "row_product", lambda row, weight, **how: torch.empty(len(weight)))
     monkeypatch.setattr(few_rows, "few_rows_product", lambda rows, weight: torch.empty(len(rows), len(weight)))
     monkeypatch.setattr(few_rows, "few_rows_keys", lambda rows, weight: keys.append(len(weight)))
     monkeypatch.setattr(compile_ahead, "submit", lambda device, call: call())
@@ -262,9 +262,9 @@ class GatedDraft(nn.Module):
 def test_an_activation_is_part_of_the_product_before_it(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     product, seen = linear.gated_row_product, []
 
-    def counted(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def counted(row: torch.Tensor, weight: torch.Tensor, **how: Any) -> torch.Tensor:
         seen.append(tuple(weight.shape))
-        return product(row, weight)
+        return product(row, weight, **how)
 
     target = GatedDraft()
     draft = GatedDraft(target.mlp)

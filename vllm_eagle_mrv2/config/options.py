@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
@@ -35,6 +35,9 @@ class Options(BaseModel):
         default="float32", description="dtype of the stored draft logits: float32, or that of the draft's head"
     )
     draft_vocab: DraftVocab | None = Field(default=None, description="keep the head's rows for frequent tokens only")
+    draft_quantization: Literal["fp8"] | None = Field(
+        default=None, description="round the draft's weights to fp8: less to read, other drafts, the same output"
+    )
 
     @field_validator("disable")
     @classmethod
@@ -42,6 +45,13 @@ class Options(BaseModel):
         for behaviour in sorted(disable - SWITCHES):
             raise ValueError(f"{behaviour} cannot be switched off")
         return disable
+
+    @field_validator("draft_quantization")
+    @classmethod
+    def _needs_products(cls, draft_quantization: str | None, info: ValidationInfo) -> str | None:
+        if draft_quantization is not None and Behaviour.ROW_PRODUCTS in info.data.get("disable", ()):
+            raise ValueError(f"needs {Behaviour.ROW_PRODUCTS}, which is in disable; leave one of them out")
+        return draft_quantization
 
     def enabled(self, behaviour: Behaviour) -> bool:
         """Whether a behaviour is on."""
@@ -85,6 +95,6 @@ def _first_problem(invalid: ValidationError) -> str:
 def _known() -> str:
     behaviours = ", ".join(behaviour.value for behaviour in Behaviour if behaviour in SWITCHES)
     return (
-        f"disable (a list of: {behaviours}), draft_logits_dtype (float32 or head) "
-        'and draft_vocab ({"size": NUMBER, "ranking": PATH})'
+        f"disable (a list of: {behaviours}), draft_logits_dtype (float32 or head), "
+        'draft_vocab ({"size": NUMBER, "ranking": PATH}) and draft_quantization (fp8)'
     )

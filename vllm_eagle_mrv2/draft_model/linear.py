@@ -1,9 +1,12 @@
-"""Multiplies few rows with the draft's weights in Triton kernels.
+"""Multiplies with the draft's weights: few rows in Triton kernels, and FP8 weights with any number of rows.
 
 A draft decode has one row per request.  At batch size 1 every linear layer of the draft is therefore a vector-matrix
 product, and reading the weights is all of its work; for a wide head this holds for up to 32 requests.  A custom op
 chooses the kernel by the number of rows: a compiled model contains the op whatever the batch, and a captured graph
 contains the kernel for its own batch.
+
+Several rows are multiplied with FP8 weights by vLLM's product of FP8 matrices, for which each row is rounded too.  On
+an H200 no product that widens the weights was as fast, be it Triton's or Marlin's.
 """
 
 from __future__ import annotations
@@ -17,17 +20,21 @@ import torch
 import torch.nn.functional as F
 
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY
-from vllm_eagle_mrv2.draft_model import compile_ahead
+from vllm_eagle_mrv2.draft_model import compile_ahead, fp8
 from vllm_eagle_mrv2.draft_model.last_row import row_read
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits, FewRows
+from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.device import is_measured
+from vllm_eagle_mrv2.kernels.fp8 import dequantized
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.releases.surface import class_path
 
 _library = torch.library.Library("vllm_eagle_mrv2", "DEF")
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias, bool behind_attention=False) -> Tensor")
-_library.define("gated_linear(Tensor x, Tensor weight, bool behind_attention=False) -> Tensor")
+_library.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, bool behind_attention=False, Tensor? scale=None) -> Tensor"
+)
+_library.define("gated_linear(Tensor x, Tensor weight, bool behind_attention=False, Tensor? scale=None) -> Tensor")
 
 _MODELS = "vllm.model_executor.models"
 _ATTENTION = f"{_MODELS}.llama.LlamaAttention"
@@ -36,26 +43,67 @@ _GATED = frozenset({f"{_MODELS}.llama.LlamaMLP", f"{_MODELS}.qwen2.Qwen2MLP"})
 
 
 def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, behind_attention: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    behind_attention: bool = False,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if scale is not None and not _runs_triton(x):
+        return F.linear(x, dequantized(weight, scale, x.dtype), bias)
     if _is_one_row(x):
-        return row_product(x.reshape(-1), weight, bias).view(*x.shape[:-1], -1)
+        return row_product(x.reshape(-1), weight, bias, scale=scale).view(*x.shape[:-1], -1)
     if behind_attention and _is_read_by_one_row(x):
-        return row_product(x, weight, bias, row_read())
+        return row_product(x, weight, bias, row_read(), scale)
+    if scale is not None:
+        return _several_rows(x.reshape(-1, x.shape[-1]), weight, bias, scale).view(*x.shape[:-1], -1)
     if bias is None and _are_few(x, weight):
         return few_rows.few_rows_product(x, weight)
     return F.linear(x, weight, bias)
 
 
-def _gated_linear(x: torch.Tensor, weight: torch.Tensor, behind_attention: bool = False) -> torch.Tensor:
+def _gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, behind_attention: bool = False, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     if _is_one_row(x):
-        return gated_row_product(x.reshape(-1), weight).view(*x.shape[:-1], -1)
+        return gated_row_product(x.reshape(-1), weight, scale=scale).view(*x.shape[:-1], -1)
     if behind_attention and _is_read_by_one_row(x):
-        return gated_row_product(x, weight, row_read())
-    product = _linear(x, weight, None)
+        return gated_row_product(x, weight, row_read(), scale)
+    product = _linear(x, weight, None, scale=scale)
     gated = _half_of(product)
     torch.ops._C.silu_and_mul(gated, product)
     return gated
+
+
+def _several_rows(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor
+) -> torch.Tensor:
+    """Product of rows [n, K] with FP8 weights [N, K]."""
+    half = rows.dtype in (torch.bfloat16, torch.float16)
+    if half and _multiplies_fp8(weight.device) and not any(size % 16 for size in weight.shape):
+        from vllm import _custom_ops
+
+        values, scales = _custom_ops.scaled_fp8_quant(rows.contiguous(), use_per_token_if_dynamic=True)
+        product: torch.Tensor = _custom_ops.cutlass_scaled_mm(
+            values, weight.t(), scales, scale[:, None], rows.dtype, bias
+        )
+        return product
+    if half and bias is None and len(rows) <= few_rows.MAX_ROWS_FP8 and rows.stride(1) == 1:
+        return few_rows.few_rows_product(rows, weight, scale)
+    return F.linear(rows, dequantized(weight, scale, rows.dtype), bias)
+
+
+@functools.cache
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Whether vLLM has a product of FP8 matrices for a GPU; those with instructions for FP8 do."""
+    from vllm import _custom_ops
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return bool(_custom_ops.cutlass_scaled_mm_supports_fp8(10 * major + minor))
+
+
+def _runs_triton(x: torch.Tensor) -> bool:
+    return x.is_cuda
 
 
 def _is_one_row(x: torch.Tensor) -> bool:
@@ -75,12 +123,14 @@ def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _empty_result(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any = None, behind_attention: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: Any = None, behind_attention: bool = False, scale: Any = None
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _empty_gated_result(x: torch.Tensor, weight: torch.Tensor, behind_attention: bool = False) -> torch.Tensor:
+def _empty_gated_result(
+    x: torch.Tensor, weight: torch.Tensor, behind_attention: bool = False, scale: Any = None
+) -> torch.Tensor:
     return _half_of(_empty_result(x, weight))
 
 
@@ -106,11 +156,77 @@ class Installed(NamedTuple):
     one_row: bool = False  # whether all layers after the draft's only attention do; see `last_row`
     head: bool = False  # whether the head does
     quantized: tuple[str, ...] = ()  # quantization methods, one name per quantized layer
+    rounded: tuple[Any, ...] = ()  # layers whose weights became FP8
+    view_of_head: HeadView | None = None  # what the draft multiplies with in place of its head
+
+
+class HeadView:
+    """A view of the draft's head, usually the target's, that multiplies with the kernels.
+
+    Args:
+        logits: the draft's `DraftLogits`, whose product this replaces.
+        few: fused head kernel for at most 32 rows; None means matmul.
+        rounds: whether to multiply with an FP8 copy of the head's weights.
+    """
+
+    def __init__(self, logits: DraftLogits, few: FewRows | None, *, rounds: bool) -> None:
+        self.copied = False
+        """Whether the view has its own weights, which are FP8."""
+        self.head: Any = None
+        self.view: Any = None
+        self._logits, self._few, self._rounds = logits, few, rounds
+        self._multiply = logits.multiply
+        processor = logits.processor
+        self._plain = processor.scale == 1.0 and processor.soft_cap is None and not processor.logits_as_input
+        logits.multiply = self._product
+
+    def renew(self) -> None:
+        """Copy weights that were replaced again, into the same memory."""
+        if self.copied:
+            fp8.renew(self.view, self.head)
+
+    def _product(self, lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if lm_head is not self.head:
+            self.head, self.view = lm_head, self._view_of(lm_head, hidden_states.dtype)
+        view, logits, processor = self.view, self._logits, self._logits.processor
+        if logits.few and self._plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
+            weight = view.weight[: processor.org_vocab_size]
+            if _keeps_dtype(processor, hidden_states.dtype) and _are_few(hidden_states, weight):
+                return logits.few(hidden_states, weight)
+        return self._multiply(view, hidden_states, *args, **kwargs)
+
+    def _view_of(self, lm_head: Any, dtype: torch.dtype) -> Any:
+        if fp8.is_quantized(lm_head):
+            view = copy.copy(lm_head)
+        elif self._rounds:
+            if not _keeps_dtype(self._logits.processor, dtype):
+                raise EagleMRV2Error(
+                    "draft_quantization rounds the draft's head, which head_dtype wants in another dtype than the "
+                    "model; leave one of them out."
+                )
+            view, self.copied = fp8.quantized_copy(lm_head), True
+        elif _is_linear(lm_head):
+            view = copy.copy(lm_head)  # shares the dictionary of parameters, so new weights are seen
+        else:
+            return lm_head
+        _multiply(view, _apply)
+        _compile_ahead(view, self._few if lm_head.tp_size == 1 else None)
+        return view
+
+
+def _keeps_dtype(processor: Any, dtype: torch.dtype) -> bool:
+    """Whether logits have the dtype of the hidden states; ``head_dtype`` exists from vLLM 0.27 on."""
+    return getattr(processor, "head_dtype", None) in (None, dtype)
 
 
 @torch.inference_mode()
 def install(
-    draft: torch.nn.Module, target: torch.nn.Module, logits: DraftLogits | None = None, few: FewRows | None = None
+    draft: torch.nn.Module,
+    target: torch.nn.Module,
+    logits: DraftLogits | None = None,
+    few: FewRows | None = None,
+    *,
+    rounds: bool = False,
 ) -> Installed:
     """Make a draft's unquantized layers use the kernels; layers shared with the target stay unchanged.
 
@@ -120,11 +236,19 @@ def install(
         logits: the draft's `DraftLogits`; its ``LogitsProcessor`` then uses the kernels with any head it is given.
             None leaves the head out.
         few: fused head kernel for at most 32 rows, to be compiled ahead; None means matmul.
+        rounds: make the weights FP8.
+
+    Raises:
+        EagleMRV2Error: the weights cannot be made FP8.
     """
     shared = {id(module) for module in target.modules()}
     own = [module for module in draft.modules() if id(module) not in shared]
     layers = [module for module in own if _is_linear(module)]
     gated = [module for module in own if _is_gated(module)]
+    head: Any = getattr(draft, "lm_head", None)  # most likely the head that the processor is given
+    takes_head = logits is not None and (rounds or _is_linear(head))
+    rounded = fp8.quantize_layers(draft, target) if rounds else []
+    layers += [layer for layer in rounded if layer not in layers]
     gates = {id(mlp.gate_up_proj) for mlp in gated}
     behind = _behind_attention(own, gated)
     for layer in layers:
@@ -144,17 +268,15 @@ def install(
     }
     for layer in kinds.values():
         _compile_ahead(layer, gated=id(layer) in gates, behind_attention=id(layer) in behind)
-    head: Any = getattr(draft, "lm_head", None)  # most likely the head that the processor is given
-    takes_head = logits is not None and _is_linear(head)
-    if logits is not None:
-        if takes_head:
-            _compile_ahead(head, few if head.tp_size == 1 else None)
-        _give_view_of_head(logits, few)
+    if takes_head and not rounds:
+        _compile_ahead(head, few if head.tp_size == 1 else None)
     return Installed(
         len(layers),
         one_row=len(behind) > 0 and behind <= {id(layer) for layer in layers},
         head=takes_head,
         quantized=tuple(type(module.quant_method).__name__ for module in own if _is_quantized(module)),
+        rounded=tuple(rounded),
+        view_of_head=None if logits is None else HeadView(logits, few, rounds=rounds),
     )
 
 
@@ -217,14 +339,16 @@ def _runs_kernels(weight: torch.Tensor) -> bool:
 def _apply(
     layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, *, behind_attention: bool = False
 ) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.linear(x, layer.weight, bias, behind_attention)
+    scale = getattr(layer, fp8.SCALE, None)
+    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.linear(x, layer.weight, bias, behind_attention, scale)
     return product
 
 
 def _apply_gated(
     layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, *, behind_attention: bool = False
 ) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.gated_linear(x, layer.weight, behind_attention)
+    scale = getattr(layer, fp8.SCALE, None)
+    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.gated_linear(x, layer.weight, behind_attention, scale)
     return product
 
 
@@ -238,11 +362,11 @@ def _compile_ahead(
     layer: Any, few: FewRows | None = None, *, gated: bool = False, behind_attention: bool = False
 ) -> None:
     """Compile a layer's kernels now, rather than during capture or at the first request of an eager draft."""
-    weight, bias = layer.weight.data, getattr(layer, "bias", None)
-    several = few_rows.variants(weight) if bias is None else []
-    lone = functools.partial(gated_row_product, weight=weight)
+    weight, bias, scale = layer.weight.data, getattr(layer, "bias", None), getattr(layer, fp8.SCALE, None)
+    several = few_rows.variants(weight) if bias is None and scale is None else []
+    lone = functools.partial(gated_row_product, weight=weight, scale=scale)
     if not gated:
-        lone = functools.partial(row_product, weight=weight, bias=bias)
+        lone = functools.partial(row_product, weight=weight, bias=bias, scale=scale)
 
     def launches() -> None:
         for num_rows in (1, *several):
@@ -257,29 +381,3 @@ def _compile_ahead(
                 _linear(rows, weight, bias)
 
     compile_ahead.submit(weight.device, launches)
-
-
-def _give_view_of_head(logits: DraftLogits, few: FewRows | None) -> None:
-    """Make a processor use a view of its head, usually the target's, that multiplies with the kernels."""
-    processor, stock = logits.processor, logits.multiply
-    seen: tuple[Any, Any] = (None, None)  # the last head and its view
-    plain = processor.scale == 1.0 and processor.soft_cap is None and not processor.logits_as_input
-
-    def multiply(lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal seen
-        if lm_head is not seen[0]:
-            view = lm_head
-            if _is_linear(lm_head):
-                view = copy.copy(lm_head)  # shares the dictionary of parameters, so new weights are seen
-                _multiply(view, _apply)
-                _compile_ahead(view, few if lm_head.tp_size == 1 else None)
-            seen = (lm_head, view)
-        view = seen[1]
-        if logits.few and plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
-            weight = view.weight[: processor.org_vocab_size]
-            as_given = getattr(processor, "head_dtype", None) in (None, hidden_states.dtype)  # exists from 0.27 on
-            if as_given and _are_few(hidden_states, weight):
-                return logits.few(hidden_states, weight)
-        return stock(view, hidden_states, *args, **kwargs)
-
-    logits.multiply = multiply

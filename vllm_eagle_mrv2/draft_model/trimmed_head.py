@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vllm_eagle_mrv2.config.vocab_ranking import KeptTokens
+from vllm_eagle_mrv2.draft_model import fp8
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
@@ -26,19 +27,32 @@ class TrimmedHead:
         draft_logits: the draft's `DraftLogits`.
         tokens: the tokens to keep.
         device: the draft's device.
+        rounds: make the kept rows FP8.
     """
 
-    def __init__(self, draft_logits: DraftLogits, tokens: KeptTokens, device: torch.device) -> None:
+    def __init__(
+        self, draft_logits: DraftLogits, tokens: KeptTokens, device: torch.device, *, rounds: bool = False
+    ) -> None:
         self._tokens = tokens
         self._device = device
+        self._rounds = rounds
         self.vocab_size: int = draft_logits.processor.org_vocab_size
         tokens.check(self.vocab_size)
         self._whole: Any = None
-        self._kept: Any = None
+        self.kept: Any = None
+        """The head of the kept rows, once the draft has multiplied with it."""
         draft_logits.trim(self)
 
     @classmethod
-    def of(cls, model: Any, draft_logits: DraftLogits | None, tokens: KeptTokens, device: torch.device) -> TrimmedHead:
+    def of(
+        cls,
+        model: Any,
+        draft_logits: DraftLogits | None,
+        tokens: KeptTokens,
+        device: torch.device,
+        *,
+        rounds: bool = False,
+    ) -> TrimmedHead:
         """Create the trimmed head of a loaded draft.
 
         Raises:
@@ -49,7 +63,7 @@ class TrimmedHead:
                 f"draft_vocab needs a draft with one LogitsProcessor of its own, which {type(model).__name__} lacks; "
                 "leave it out."
             )
-        return cls(draft_logits, tokens, device)
+        return cls(draft_logits, tokens, device, rounds=rounds)
 
     @property
     def size(self) -> int:
@@ -69,8 +83,12 @@ class TrimmedHead:
     @torch.inference_mode()
     def renew(self) -> None:
         """Copy the rows again, into the same memory, which captured graphs read."""
-        if self._kept is not None:
-            _copy_rows(self._whole, self._kept, self.target_ids)
+        if self.kept is None:
+            return
+        if self._rounds:
+            fp8.renew(self.kept, _trimmed(self._whole, self.target_ids))
+        else:
+            _copy_rows(self._whole, self.kept, self.target_ids)
 
     def logits(self, of_kept: torch.Tensor, *, short: bool) -> torch.Tensor:
         """Return logits [n, C] of the kept rows if ``short``, else [n, V] with -inf for all other tokens.
@@ -101,11 +119,13 @@ class TrimmedHead:
             assert not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
             if self._whole is not None:
                 raise EagleMRV2Error("the draft has several heads; leave draft_vocab out.")
-            self._kept = _trimmed(lm_head, self.target_ids)
+            self.kept = _trimmed(lm_head, self.target_ids)
+            if self._rounds:
+                fp8.quantize(self.kept)
             self._whole = lm_head
         if embedding_bias is not None:
             raise EagleMRV2Error("the draft's head has a bias; leave draft_vocab out.")
-        return self._kept
+        return self.kept
 
 
 def _trimmed(lm_head: Any, tokens: torch.Tensor) -> Any:

@@ -143,7 +143,9 @@ class Drafter:
             self._replace_products(target_model)
         self._compile_drafting_ahead()
         if self.settings.kept_tokens is not None:
-            self.trimmed = TrimmedHead.of(model, self.logits, self.settings.kept_tokens, self.stock.device)
+            self.trimmed = TrimmedHead.of(
+                model, self.logits, self.settings.kept_tokens, self.stock.device, rounds=self._rounds
+            )
         adapter.take_head(self._head())
         if self.stock.draft_logits is None:
             head = adapter.head if adapter.greedy_is_argmax else None
@@ -158,8 +160,12 @@ class Drafter:
 
     def _replace_products(self, target_model: Any) -> None:
         few = self.adapter.few_rows if self._drafts_greedily and DraftHead(self.stock.model).offsets is None else None
-        self.products = linear.install(self.stock.model, target_model, self.logits, few)
+        self.products = linear.install(self.stock.model, target_model, self.logits, few, rounds=self._rounds)
         self.loop.one_row_is_enough = self.products.one_row and not self.adapter.prefills_in_parts
+
+    @property
+    def _rounds(self) -> bool:
+        return self.options.draft_quantization is not None
 
     @property
     def _drafts_greedily(self) -> bool:
@@ -200,9 +206,11 @@ class Drafter:
         self.loop.config = dataclasses.replace(self.loop.config, max_model_len=limit)
 
     def renew_copied_weights(self) -> None:
-        """Copy the trimmed head again; called after weights were replaced in place."""
+        """Copy the rows of a trimmed or rounded head again; called after weights were replaced in place."""
         if self.trimmed is not None:
             self.trimmed.renew()
+        if self.products.view_of_head is not None:
+            self.products.view_of_head.renew()
 
     def announce(self) -> None:
         """Log what is active and what is slower than it could be, once per engine."""

@@ -26,6 +26,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether a device has instructions for e4m3: NVIDIA GPUs from compute capability 8.9 on, Triton's interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
 def stages(wanted: int, tile: int, device: torch.device) -> int:
     """Return how many tiles of ``tile`` bytes fit in a device's shared memory: at most ``wanted``, at least one."""
     if device.type != "cuda":

@@ -208,6 +208,23 @@ def check_translated(config: Any, settings: Settings) -> None:
             )
     if settings.kept_tokens is not None:
         settings.kept_tokens.check(config.draft_model_config.get_vocab_size())
+    if settings.options.draft_quantization is not None:
+        _check_weights_to_round(config)
+
+
+def _check_weights_to_round(config: Any) -> None:
+    head = getattr(config, "draft_lm_head_quantization", None)  # from 0.33 on
+    if head is not None:
+        raise EagleMRV2Error(
+            f"draft_lm_head_quantization={head} has vLLM round the draft's head, and draft_quantization of {METHOD} "
+            "rounds it with the draft's layers; leave one of them out."
+        )
+    quantization = config.draft_model_config.quantization
+    if quantization is not None:
+        raise EagleMRV2Error(
+            f"draft_quantization rounds the weights of a draft, and those of {config.model} are quantized already "
+            f"({quantization}); leave draft_quantization out."
+        )
 
 
 def take_settings(engine_args: Any) -> Settings | None:

@@ -15,6 +15,7 @@ import torch
 from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import METHOD, Settings
+from vllm_eagle_mrv2.draft_model import fp8
 from vllm_eagle_mrv2.kernels.measured import about
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Facts:
     num_draft_tokens: int  # K
     draft_logits: str | None  # dtype and size of the stored draft logits
     draft_vocab: str | None  # "kept of all" tokens of a trimmed head
+    draft_weights: str | None  # of FP8, and what they take
     ours: frozenset[Behaviour]
     """Behaviours that this package supplies on this release and that are switched on, whether or not they run."""
 
@@ -60,6 +62,7 @@ class Facts:
     products_cached: bool  # vLLM's cache of compiled models can tell them apart
     unmeasured: str | None  # what is left to PyTorch because it was not measured on this GPU
     quantized: tuple[str, ...]  # quantization method of each layer that is left to vLLM
+    head_unrounded: bool  # the draft's weights are FP8, but not those of its head
     attention: bool  # draft decodes use this package's attention kernel
     skips_unused: bool  # batches in which no request can use drafts are skipped
     asks_dynamic: bool  # the user asked for a K that follows the batch size
@@ -83,6 +86,7 @@ class Facts:
             num_draft_tokens=stock.num_speculative_steps,
             draft_logits=None if logits is None else _size(logits),
             draft_vocab=None if trimmed is None else f"{trimmed.size} of {trimmed.vocab_size}",
+            draft_weights=_rounded(drafter),
             ours=frozenset(
                 b for b in Behaviour if adapter.release.supplier(b, version) == METHOD and options.enabled(b)
             ),
@@ -108,6 +112,7 @@ class Facts:
             products_cached=options is drafter.settings.options,
             unmeasured=_unmeasured(stock.device),
             quantized=drafter.products.quantized,
+            head_unrounded=options.draft_quantization is not None and drafter.products.view_of_head is None,
             attention=drafter.attends_by_ours,
             skips_unused=adapter.skips_unused,
             asks_dynamic=bool(getattr(stock.speculative_config, "num_speculative_tokens_per_batch_size", None)),
@@ -156,6 +161,8 @@ class Facts:
         ]
         if self.draft_vocab is not None:
             parts.append(f"draft vocabulary {self.draft_vocab}")
+        if self.draft_weights is not None:
+            parts.append(f"draft weights {self.draft_weights}")
         parts.append(f"active beyond this release: {', '.join(self.active) or 'nothing'}")
         if self.settings.options.disable:
             parts.append(f"disabled: {', '.join(sorted(self.settings.options.disable))}")
@@ -180,6 +187,11 @@ class Facts:
             yield (
                 f"{METHOD} leaves {len(self.quantized)} layers of the draft to vLLM's kernels, as their weights are "
                 f"quantized ({', '.join(sorted(set(self.quantized)))}); row_products takes a head that is not."
+            )
+        if self.head_unrounded:
+            yield (
+                f"{METHOD} leaves the weights of the draft's head as they are, as it has no LogitsProcessor of its "
+                "own; draft_quantization rounds its layers alone."
             )
         if self.unmeasured is not None and enabled(Behaviour.ROW_PRODUCTS):
             yield self.unmeasured
@@ -248,6 +260,19 @@ def _unmeasured(device: torch.device) -> str | None:
 def _has_decodes(mode: Any) -> bool:
     """Whether a graph mode has FULL graphs for decodes."""
     return bool(mode.decode_mode().name == "FULL")
+
+
+def _rounded(drafter: Drafter) -> str | None:
+    """The dtype of a draft's rounded weights, and how much less memory than before they take, or more with copies."""
+    products, trimmed = drafter.products, drafter.trimmed
+    if not products.rounded:
+        return None
+    saved = sum(map(fp8.bytes_saved, products.rounded))
+    if products.view_of_head is not None and products.view_of_head.copied:
+        saved -= fp8.bytes_taken(products.view_of_head.view)
+    if trimmed is not None:
+        saved -= fp8.bytes_taken(trimmed.kept)
+    return f"fp8, {abs(saved) / 2**20:.1f} MiB {'less' if saved >= 0 else 'more'}"
 
 
 def _size(logits: Any) -> str:

@@ -82,6 +82,8 @@ class Comparison:
     """Folder of another version of this package, whose ``eagle_mrv2`` is the one to compare with."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of ``eagle_mrv2``."""
+    stock_speculative: dict[str, Any] = field(default_factory=dict)
+    """What to add to the speculative configuration of the stock speculator."""
     disable: list[str] = field(default_factory=list)
     overrides: dict[str, Any] = field(default_factory=dict)
     """The user's own ``LLM`` arguments for both engines."""
@@ -113,6 +115,8 @@ class Comparison:
             methods, options = (self.subject.family, ours), ({}, reduced)
         with self._process(0, methods[0]) as first, self._process(1, methods[1]) as second:
             jobs = [self.job(k, method, given) for method, given in zip(methods, options, strict=True)]
+            if methods[0] != ours:
+                jobs[0].speculative_config.update(self.stock_speculative)
             first.send(jobs[0])
             # An engine that sizes its KV cache by the free memory must start while no other engine allocates.
             alone = _FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
