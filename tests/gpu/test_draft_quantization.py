@@ -54,7 +54,7 @@ def test_the_same_output_and_nearly_the_same_drafts(
 @pytest.mark.parametrize("converts", [True, False])
 def test_without_a_product_of_fp8_matrices(converts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs without instructions for FP8, and as for layers of an odd size."""
-    monkeypatch.setattr(linear, "_multiplies_fp8", lambda device: False)
+    monkeypatch.setattr(linear, "_has_fp8_product", lambda device: False)
     if not converts:
         for module in ("row_product", "few_rows_product"):
             monkeypatch.setattr(f"vllm_eagle_mrv2.kernels.{module}.as_read", lambda values: values.view(torch.uint8))

@@ -7,7 +7,9 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -474,6 +476,23 @@ def test_a_draft_vocabulary_that_cannot_be(
 ) -> None:
     """Before the model loads."""
     assert cause in refused(with_draft_vocab(size, ranking, models, tmp_path, head=head))
+
+
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        ({}, None),
+        ({"draft_lm_head_quantization": None}, None),
+        ({"draft_lm_head_quantization": "fp8"}, "leave one of them out"),
+        ({"draft_model_config": SimpleNamespace(quantization="awq")}, "those of head are quantized already (awq)"),
+    ],
+)
+def test_weights_that_draft_quantization_cannot_round(given: dict[str, Any], cause: str | None) -> None:
+    config = {"method": "eagle", "model": "head", "draft_model_config": SimpleNamespace(quantization=None)} | given
+    for asked, expected in (("fp8", cause), (None, None)):
+        settings = Settings("eagle", Options(draft_quantization=asked))
+        with pytest.raises(EagleMRV2Error, match=re.escape(expected)) if expected else nullcontext():
+            engine_args.check_translated(SimpleNamespace(**config), settings)
 
 
 def test_bad_options_of_nobody(models: dict[str, str]) -> None:

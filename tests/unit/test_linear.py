@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +14,12 @@ from torch import nn
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from vllm_eagle_mrv2.draft_model import compile_ahead, linear
+from vllm_eagle_mrv2.draft_model import compile_ahead, fp8, linear
 from vllm_eagle_mrv2.draft_model.head import DraftHead
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits
+from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
+from vllm_eagle_mrv2.kernels.fp8 import quantized
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 
@@ -117,8 +121,8 @@ def test_keys_of_an_argmax_are_compiled_for_heads_alone(monkeypatch: pytest.Monk
     keys: list[int] = []
     monkeypatch.setattr(few_rows, "takes", lambda rows, weight: 1 < rows <= 32)
     monkeypatch.setattr(linear, "row_product", lambda row, weight, **how: torch.empty(len(weight)))
-    monkeypatch.setattr(few_rows, "few_rows_product", lambda rows, weight: torch.empty(len(rows), len(weight)))
-    monkeypatch.setattr(few_rows, "few_rows_keys", lambda rows, weight: keys.append(len(weight)))
+    monkeypatch.setattr(few_rows, "few_rows_product", lambda rows, weight, scale: torch.empty(len(rows), len(weight)))
+    monkeypatch.setattr(few_rows, "few_rows_keys", lambda rows, weight, scale: keys.append(len(weight)))
     monkeypatch.setattr(compile_ahead, "submit", lambda device, call: call())
     target = Target()
     draft = Draft(target)
@@ -219,9 +223,9 @@ def test_the_argmax_of_few_rows_is_part_of_the_product(plain: bool, monkeypatch:
     seen: list[tuple[int, ...]] = []
     keys = few_rows.few_rows_keys
 
-    def counted(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def counted(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         seen.append((len(rows), len(weight)))
-        return keys(rows, weight)
+        return keys(rows, weight, scale)
 
     monkeypatch.setattr(few_rows, "few_rows_keys", counted)
     target = Target()
@@ -332,3 +336,150 @@ def test_methods_stay_of_their_class() -> None:
     assert type(draft.fc.quant_method) is UnquantizedLinearMethod
     assert draft.fc.quant_method is not stock
     assert "apply" not in vars(stock)
+
+
+# FP8
+
+
+def in_memory_of(layer: Any) -> tuple[int, int]:
+    return layer.weight.data_ptr(), layer.weight_scale.data_ptr()
+
+
+def test_rounded_weights(ours: list[torch.Tensor]) -> None:
+    """The draft's own layer in place, the target's head in a copy, which is made again in its memory."""
+    target = Target()
+    draft = Draft(target)
+    exact = {rows: draft.compute_logits(draft(*inputs(rows))) for rows in (1, 3)}
+    whole = target.lm_head.weight.clone()
+    installed = linear.install(draft, target, DraftLogits.of(draft, target, local=True), rounds=True)
+    draft.compute_logits(inputs(65)[1])  # the profile run
+    assert [layer.weight.dtype for layer in installed.rounded] == [torch.float8_e4m3fn]
+    for rows, logits in exact.items():
+        found = draft.compute_logits(draft(*inputs(rows)))
+        assert 0.001 < float((found - logits).norm() / logits.norm()) < 0.1
+    assert target.lm_head.weight.equal(whole)
+    view = installed.view_of_head
+    assert view is not None
+    assert view.copied
+    memory, states = in_memory_of(view.view), inputs(3)[1]
+    before = draft.compute_logits(states)
+    target.lm_head.weight.data.mul_(2)
+    assert draft.compute_logits(states).equal(before)
+    view.renew()
+    torch.testing.assert_close(draft.compute_logits(states), 2 * before)
+    assert in_memory_of(view.view) == memory
+
+
+def test_a_head_of_its_own_is_rounded_in_place() -> None:
+    target = Target()
+    draft = Draft(target, whole_head(torch.randn(VOCAB, HIDDEN)))
+    exact = draft.compute_logits(inputs(3)[1])
+    installed = linear.install(draft, target, DraftLogits.of(draft, target, local=True), rounds=True)
+    assert installed.rounded == (draft.fc, draft.lm_head)
+    found = draft.compute_logits(inputs(3)[1])
+    assert 0.001 < float((found - exact).norm() / exact.norm()) < 0.1
+    assert installed.view_of_head is not None
+    assert not installed.view_of_head.copied
+    assert fp8.bytes_saved(draft.fc) == draft.fc.weight.numel() * 3 - 4 * HIDDEN
+
+
+def test_an_embedding_that_is_the_head_too_stays() -> None:
+    """Its rows are looked up."""
+    target = Target()
+    draft = Draft(target, whole_head(torch.randn(VOCAB, HIDDEN)))
+    draft.embed_tokens = copy.copy(draft.lm_head)
+    assert linear.install(draft, target, rounds=True).rounded == (draft.fc,)
+
+
+def test_weights_that_vllm_loads_again_are_rounded_into_the_same_memory() -> None:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    target = Target()
+    draft = Draft(target)
+    linear.install(draft, target, rounds=True)
+    assert isinstance(draft.fc.quant_method, UnquantizedLinearMethod)  # as vLLM checks
+    fresh = torch.randn(HIDDEN, 2 * HIDDEN)
+    with pytest.raises(EagleMRV2Error, match="into which none can be loaded directly"):
+        draft.fc.weight.weight_loader(draft.fc.weight, fresh)
+    draft.fc.weight = nn.Parameter(fresh, requires_grad=False)
+    draft.fc.quant_method.process_weights_after_loading(draft.fc)
+    values, scales = quantized(fresh)
+    assert draft.fc.weight.float().equal(values.float())
+    assert draft.fc.weight_scale.equal(scales)
+
+
+class Routed(Draft):
+    """A draft with a router."""
+
+    def __init__(self, target: Target) -> None:
+        from vllm.model_executor.layers.linear import ReplicatedLinear
+
+        super().__init__(target)
+        self.gate = ReplicatedLinear(HIDDEN, 8, bias=False, params_dtype=torch.float32, return_bias=False)
+
+
+def test_a_router_stays() -> None:
+    target = Target()
+    draft = Routed(target)
+    assert linear.install(draft, target, rounds=True).rounded == (draft.fc,)
+
+
+def test_what_cannot_be_rounded_is_said() -> None:
+    target = Target()
+    packed, foreign, bare = Draft(target), Draft(target), Draft(target)
+    packed.fc.weight = nn.Parameter(torch.empty(0, 0), requires_grad=False)
+    foreign.fc.quant_method = type("Fp8LinearMethod", (), {})()
+    del bare.fc
+    for draft, cause in (
+        (packed, "vLLM has packed them for this CPU (fc)"),
+        (foreign, "fc has its own (Fp8LinearMethod)"),
+        (bare, "Draft has none"),
+    ):
+        with pytest.raises(EagleMRV2Error, match=re.escape(cause)):
+            linear.install(draft, target, rounds=True)
+    logits = DraftLogits.of(bare, target, local=True)
+    assert logits is not None
+    target.lm_head.quant_method = foreign.fc.quant_method
+    with pytest.raises(EagleMRV2Error, match="the target's is quantized"):
+        linear.HeadView(logits, None, rounds=True)._product(target.lm_head, inputs(2)[1])
+
+
+@pytest.mark.parametrize("rows", [2, 33])
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("shape", [(64, 64), (60, 64), (64, 4096)])
+def test_who_multiplies_several_rows(
+    rows: int, supported: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernel a few rows, where it is as fast or vLLM has no product; else vLLM, or PyTorch with whole weights."""
+    from vllm import _custom_ops
+
+    weight, x = torch.randn(shape).to(torch.bfloat16), torch.randn(rows, shape[1]).to(torch.bfloat16)
+    values, scale = quantized(weight)
+    who: list[str] = []
+    product, dense = few_rows.few_rows_product, linear.dequantized
+
+    def by_vllm(a: Any, b: torch.Tensor, scale_a: Any, scale_b: torch.Tensor, dtype: torch.dtype, bias: Any) -> Any:
+        who.append("vLLM")
+        return (a @ (b.float() * scale_b.T)).to(dtype)
+
+    def ours(*given: Any) -> Any:
+        who.append("ours")
+        return product(*given)
+
+    def widened(*given: Any) -> Any:
+        who.append("PyTorch")
+        return dense(*given)
+
+    monkeypatch.setattr(linear, "_has_fp8_product", lambda device: supported)
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", lambda x, use_per_token_if_dynamic: (x.float(), None))
+    monkeypatch.setattr(_custom_ops, "cutlass_scaled_mm", by_vllm)
+    monkeypatch.setattr(few_rows, "few_rows_product", ours)
+    monkeypatch.setattr(linear, "dequantized", widened)
+    found, exact = (
+        linear._several_rows(x, values, None, scale).float(),
+        x.float() @ dense(values, scale, torch.float32).T,
+    )
+    assert float((found - exact).norm() / exact.norm()) < 0.01
+    fits = supported and shape[0] % 16 == 0
+    few = rows <= 32 and (shape[1] <= 2048 or not fits)
+    assert who == ["ours" if few else "vLLM" if fits else "PyTorch"]

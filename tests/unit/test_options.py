@@ -21,6 +21,7 @@ def test_everything_is_on_by_default(additional_config: object) -> None:
     assert all(options.enabled(behaviour) for behaviour in Behaviour)
     assert options.draft_logits_dtype == "float32"
     assert options.draft_vocab is None
+    assert options.draft_quantization is None
 
 
 @pytest.mark.parametrize("behaviour", sorted(SWITCHES))
@@ -52,6 +53,8 @@ def test_a_draft_vocabulary() -> None:
         ({"draft_vocab": {"size": "8", "ranking": "r.json"}}, "draft_vocab.size: Input should be a valid integer"),
         ({"draft_vocab": {"size": 8, "ranking": "r.json", "top": 1}}, "unknown option 'draft_vocab.top'"),
         ({"draft_vocab": 8}, "draft_vocab: "),
+        ({"draft_quantization": "int4"}, "draft_quantization: Input should be 'fp8'"),
+        ({"draft_quantization": "fp8", "disable": ["row_products"]}, "needs row_products, which is in disable"),
     ],
 )
 def test_what_is_not_known_is_refused_with_what_is(given: dict[str, Any], cause: str) -> None:

@@ -231,3 +231,16 @@ def test_quantized_layers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = torch.nn.ModuleList([layer(InSomeBits()), layer(vllm_linear.UnquantizedLinearMethod()), theirs])
     found = linear.install(draft, torch.nn.ModuleList([theirs]))
     assert found.quantized == ("InSomeBits",)
+
+
+def test_rounded_weights() -> None:
+    rounded = {"draft_weights": "fp8, 208.0 MiB less"}
+    assert "draft logits none, greedy, draft weights fp8, 208.0 MiB less, active" in facts(**rounded).line()
+    assert list(facts(**rounded).warnings()) == []
+    for changed, part in (
+        ({"head_unrounded": True}, "draft_quantization rounds its layers alone"),
+        ({"products": False}, "leave draft_quantization out"),
+        ({"unmeasured": "on L4"}, "on a GPU on which it was not measured"),
+    ):
+        (warning,) = facts(**rounded, **changed).warnings()
+        assert part in warning

@@ -5,8 +5,8 @@ product, and reading the weights is all of its work; for a wide head this holds 
 chooses the kernel by the number of rows: a compiled model contains the op whatever the batch, and a captured graph
 contains the kernel for its own batch.
 
-Several rows are multiplied with FP8 weights by vLLM's product of FP8 matrices, for which each row is rounded too.  On
-an H200 no product that widens the weights was as fast, be it Triton's or Marlin's.
+More rows, or narrow and long FP8 weights, are left to vLLM's product of FP8 matrices, for which the rows are rounded as
+well; products that widen the weights, be it Triton's or Marlin's, take longer for these.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _library.define(
 )
 _library.define("gated_linear(Tensor x, Tensor weight, bool behind_attention=False, Tensor? scale=None) -> Tensor")
 
+_HALF = (torch.bfloat16, torch.float16)
 _MODELS = "vllm.model_executor.models"
 _ATTENTION = f"{_MODELS}.llama.LlamaAttention"
 _GATED = frozenset({f"{_MODELS}.llama.LlamaMLP", f"{_MODELS}.qwen2.Qwen2MLP"})
@@ -79,8 +80,9 @@ def _several_rows(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor
 ) -> torch.Tensor:
     """Product of rows [n, K] with FP8 weights [N, K]."""
-    half = rows.dtype in (torch.bfloat16, torch.float16)
-    if half and _multiplies_fp8(weight.device) and not any(size % 16 for size in weight.shape):
+    if bias is None and len(rows) <= few_rows.MAX_ROWS and rows.stride(1) == 1 and _widens(weight, rows.dtype):
+        return few_rows.few_rows_product(rows, weight, scale)
+    if _multiplies_fp8(weight, rows.dtype):
         from vllm import _custom_ops
 
         values, scales = _custom_ops.scaled_fp8_quant(rows.contiguous(), use_per_token_if_dynamic=True)
@@ -88,14 +90,21 @@ def _several_rows(
             values, weight.t(), scales, scale[:, None], rows.dtype, bias
         )
         return product
-    if half and bias is None and len(rows) <= few_rows.MAX_ROWS_FP8 and rows.stride(1) == 1:
-        return few_rows.few_rows_product(rows, weight, scale)
     return F.linear(rows, dequantized(weight, scale, rows.dtype), bias)
 
 
+def _widens(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a few rows of a dtype are multiplied with widened FP8 weights."""
+    return dtype in _HALF and (few_rows.leads_with_fp8(weight) or not _multiplies_fp8(weight, dtype))
+
+
+def _multiplies_fp8(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether vLLM's product of FP8 matrices takes rows of a dtype and FP8 weights."""
+    return dtype in _HALF and not any(size % 16 for size in weight.shape) and _has_fp8_product(weight.device)
+
+
 @functools.cache
-def _multiplies_fp8(device: torch.device) -> bool:
-    """Whether vLLM has a product of FP8 matrices for a GPU; those with instructions for FP8 do."""
+def _has_fp8_product(device: torch.device) -> bool:
     from vllm import _custom_ops
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -190,9 +199,10 @@ class HeadView:
             self.head, self.view = lm_head, self._view_of(lm_head, hidden_states.dtype)
         view, logits, processor = self.view, self._logits, self._logits.processor
         if logits.few and self._plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
-            weight = view.weight[: processor.org_vocab_size]
-            if _keeps_dtype(processor, hidden_states.dtype) and _are_few(hidden_states, weight):
-                return logits.few(hidden_states, weight)
+            weight, scale = view.weight[: processor.org_vocab_size], getattr(view, fp8.SCALE, None)
+            widens = scale is None or _widens(weight, hidden_states.dtype)
+            if widens and _keeps_dtype(processor, hidden_states.dtype) and _are_few(hidden_states, weight):
+                return logits.few(hidden_states, weight, scale=scale)
         return self._multiply(view, hidden_states, *args, **kwargs)
 
     def _view_of(self, lm_head: Any, dtype: torch.dtype) -> Any:
@@ -204,6 +214,8 @@ class HeadView:
                     "draft_quantization rounds the draft's head, which head_dtype wants in another dtype than the "
                     "model; leave one of them out."
                 )
+            # In the profile run; a copy made during a capture would be made again by each replay.
+            assert not (lm_head.weight.is_cuda and torch.cuda.is_current_stream_capturing())
             view, self.copied = fp8.quantized_copy(lm_head), True
         elif _is_linear(lm_head):
             view = copy.copy(lm_head)  # shares the dictionary of parameters, so new weights are seen
@@ -363,21 +375,24 @@ def _compile_ahead(
 ) -> None:
     """Compile a layer's kernels now, rather than during capture or at the first request of an eager draft."""
     weight, bias, scale = layer.weight.data, getattr(layer, "bias", None), getattr(layer, fp8.SCALE, None)
-    several = few_rows.variants(weight) if bias is None and scale is None else []
+    dtype = weight.dtype if scale is None else layer.rounded_from
+    several = few_rows.variants(weight) if bias is None else []
+    if scale is not None and bias is None and _widens(weight, dtype):
+        several = [few_rows.LEAST_ROWS, few_rows.MAX_ROWS]
     lone = functools.partial(gated_row_product, weight=weight, scale=scale)
     if not gated:
         lone = functools.partial(row_product, weight=weight, bias=bias, scale=scale)
 
     def launches() -> None:
         for num_rows in (1, *several):
-            rows = torch.empty(num_rows, weight.shape[1], dtype=weight.dtype, device="meta")
+            rows = torch.empty(num_rows, weight.shape[1], dtype=dtype, device="meta")
             if num_rows == 1:
                 lone(rows[0])
                 if behind_attention:
                     lone(rows, index=torch.empty(1, dtype=torch.int64, device="meta"))
             elif few is not None:
-                few(rows, weight)
+                few(rows, weight, scale=scale)
             else:
-                _linear(rows, weight, bias)
+                few_rows.few_rows_product(rows, weight, scale)
 
     compile_ahead.submit(weight.device, launches)

@@ -10,8 +10,8 @@ import torch
 if TYPE_CHECKING:
     from vllm_eagle_mrv2.draft_model.trimmed_head import TrimmedHead
 
-FewRows = Callable[[torch.Tensor, torch.Tensor], Any]
-"""Fused head kernel, called with rows [n, H] and weights [N, H]."""
+FewRows = Callable[..., Any]
+"""Fused head kernel, called with rows [n, H], weights [N, H], and ``scale`` [N] of FP8 weights or None."""
 
 
 class DraftLogits:

@@ -175,7 +175,8 @@ class Drafter:
         model, loop = self.stock.model, self.loop
         head = getattr(getattr(model, "lm_head", None), "weight", None)
         if self._drafts_greedily and head is not None and self.settings.kept_tokens is None:
-            drafts = self.adapter.drafts_ahead(head.data, DraftHead(model).offsets)
+            rows = torch.empty(head.shape, dtype=loop.buffers.hidden_states.dtype, device="meta")
+            drafts = self.adapter.drafts_ahead(rows, DraftHead(model).offsets)
             limits = (loop.config.max_model_len, loop.config.sample_offset)
             launches = functools.partial(compile_ahead.between_passes, loop.buffers, drafts, *limits)
             compile_ahead.submit(self.stock.device, launches)

@@ -13,10 +13,12 @@ from vllm_eagle_mrv2.kernels.launching import launch
 
 # On an H200, 3 to 5 % faster than PyTorch for 32,000 and 128,256 outputs, slower at 64 rows, equal below 30,000.
 MAX_ROWS = 32
-MAX_ROWS_FP8 = 64
 MIN_OUTPUTS = 32_000
-_OUTPUTS, _BLOCK, _STAGES, _WARPS = 64, 128, 4, 4
-_LEAST_ROWS = 16  # minimum of a matrix instruction
+_TILE = (64, 128, 4, 4)
+"""Outputs of a program, columns read at a time, how many times that in flight, and warps."""
+_WIDE, _SHORT = 16_384, 2048  # outputs, and columns, of FP8 weights
+_TILE_FP8, _TILE_FP8_WIDE = (32, 256, 4, 4), (128, 128, 3, 4)
+LEAST_ROWS = 16  # minimum of a matrix instruction
 
 
 # Batch sizes vary: specialized variants would be compiled during serving.
@@ -57,7 +59,11 @@ def _few_rows_kernel(
         held = (start + column < WIDTH)[None, :]
         weight = tl.load(weights + start, mask=inside & held, other=0.0, eviction_policy="evict_first")
         values = tl.load(inputs + start, mask=live & held, other=0.0)
-        total = tl.dot(widened(weight, values.dtype), values.trans(), total)
+        if SCALED:
+            # Every e4m3 number is a float16 number, and GPUs convert it in one instruction.
+            weight = widened(weight, tl.float16)
+            values = tl.clamp(values.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+        total = tl.dot(weight, values.trans(), total)
     if SCALED:
         total *= tl.load(scale_ptr + output, mask=output < num_outputs, other=0.0)[:, None]
     stored = row < num_rows
@@ -88,13 +94,21 @@ def takes(num_rows: int, weight: torch.Tensor) -> bool:
     return 1 < num_rows <= MAX_ROWS and weight.shape[0] >= MIN_OUTPUTS and weight.dtype != torch.float32
 
 
+def leads_with_fp8(weight: torch.Tensor) -> bool:
+    """Whether `few_rows_product` is as fast with FP8 weights [N, K] as vLLM's product of FP8 matrices, on an H200.
+
+    That one rounds the rows in another kernel first, and splits its work better on narrow and long weights.
+    """
+    return weight.shape[0] >= _WIDE or weight.shape[1] <= _SHORT
+
+
 def variants(weight: torch.Tensor) -> list[int]:
     """Return the numbers of rows that are compiled as separate kernels."""
-    return [rows for rows in (_LEAST_ROWS, MAX_ROWS) if takes(rows, weight)]
+    return [rows for rows in (LEAST_ROWS, MAX_ROWS) if takes(rows, weight)]
 
 
 def few_rows_product(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """``torch.nn.functional.linear`` of up to 32 rows, of up to 64 with FP8 weights, summed in float32.
+    """``torch.nn.functional.linear`` of up to 32 rows, summed in float32.
 
     Each program multiplies all rows with the weights of some outputs, so every weight is read once, by one program.
 
@@ -107,27 +121,32 @@ def few_rows_product(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tens
         [n, N] of the same dtype.
     """
     out = torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device)
-    _launch(rows, weight if scale is None else as_read(weight), out, None, scale=scale)
+    _launch(rows, weight, out, None, scale=scale)
     return out
 
 
-def few_rows_keys(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def few_rows_keys(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """``argmax_keys(few_rows_product(rows, weight))`` without storing the logits.
 
     Args:
         rows: as for `few_rows_product`.
         weight: as for `few_rows_product`; its rows are the tokens.
+        scale: as for `few_rows_product`.
 
     Returns:
         [n, blocks] int64, the best key of each block of tokens.
     """
-    keys = torch.empty(len(rows), _blocks(weight), dtype=torch.int64, device=rows.device)
-    _launch(rows, weight, None, keys)
+    keys = torch.empty(len(rows), _blocks(weight, scale), dtype=torch.int64, device=rows.device)
+    _launch(rows, weight, None, keys, scale=scale)
     return keys
 
 
 def few_rows_by_temperature(
-    rows: torch.Tensor, weight: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`few_rows_product` that stores only the best tokens of greedy rows.
 
@@ -136,19 +155,26 @@ def few_rows_by_temperature(
         weight: as for `few_rows_product`; its rows are the tokens.
         idx_mapping: [n] int32 or int64, request state of each row; a row of -1 is padding, which counts as greedy.
         temperature: [R] float32, by request state; 0 is greedy.
+        scale: as for `few_rows_product`.
 
     Returns:
         logits [n, N] of the same dtype, undefined in greedy rows; and [n, 2, blocks] int64 in the last form of
         `how_drafted`.  There the other rows hold the least value, which `sample_with_logits` replaces by their samples.
     """
     out = torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device)
-    best = torch.empty(len(rows), 2, _blocks(weight), dtype=torch.int64, device=rows.device)
-    _launch(rows, weight, out, best, idx_mapping, temperature)
+    best = torch.empty(len(rows), 2, _blocks(weight, scale), dtype=torch.int64, device=rows.device)
+    _launch(rows, weight, out, best, idx_mapping, temperature, scale)
     return out, best
 
 
-def _blocks(weight: torch.Tensor) -> int:
-    return int(triton.cdiv(len(weight), _OUTPUTS))
+def _tile(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, int, int, int]:
+    if scale is None:
+        return _TILE
+    return _TILE_FP8_WIDE if len(weight) >= _WIDE else _TILE_FP8
+
+
+def _blocks(weight: torch.Tensor, scale: torch.Tensor | None) -> int:
+    return int(triton.cdiv(len(weight), _tile(weight, scale)[0]))
 
 
 def _launch(
@@ -161,8 +187,11 @@ def _launch(
     scale: torch.Tensor | None = None,
 ) -> None:
     num_rows, width = rows.shape
-    padded = max(_LEAST_ROWS, triton.next_power_of_2(num_rows))
-    launch(_few_rows_kernel, (_blocks(weight),))(
+    padded = max(LEAST_ROWS, triton.next_power_of_2(num_rows))
+    outputs, block, in_flight, warps = _tile(weight, scale)
+    size = (outputs * weight.element_size() + padded * rows.element_size()) * block
+    weight = weight if scale is None else as_read(weight)
+    launch(_few_rows_kernel, (_blocks(weight, scale),))(
         rows,
         rows.stride(0),
         weight,
@@ -177,11 +206,11 @@ def _launch(
         weight.shape[0],
         WIDTH=width,
         ROWS=padded,
-        OUTPUTS=_OUTPUTS,
-        BLOCK=_BLOCK,
-        STAGES=stages(_STAGES, (_OUTPUTS + padded) * _BLOCK * weight.element_size(), weight.device),
+        OUTPUTS=outputs,
+        BLOCK=block,
+        STAGES=stages(in_flight, size, weight.device),
         SCALED=scale is not None,
         KEYS=out is None,
         BY_TEMPERATURE=temperature is not None,
-        num_warps=_WARPS,
+        num_warps=warps,
     )

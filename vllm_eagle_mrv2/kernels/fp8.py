@@ -40,14 +40,14 @@ def as_read(values: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def widened(weight, dtype: tl.constexpr):
-    """Convert weights to a wider dtype; bytes are the bits of e4m3 numbers.
+    """Convert weights to float16 or float32; bytes are the bits of e4m3 numbers.
 
-    Followed by zeros, these are the bits of a float32 number that is smaller by 2 to the 120th.
+    Followed by zeros, these are the bits of a float16 number that is smaller by 2 to the 8th.
     """
     if weight.dtype == tl.uint8:
-        bits = weight.to(tl.uint32)
-        smaller = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
-        wide = (smaller * 1.329227995784916e36).to(dtype)
+        bits = weight.to(tl.uint16)
+        smaller = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        wide = (smaller * 256.0).to(dtype)
     else:
         wide = weight.to(dtype)
     return wide

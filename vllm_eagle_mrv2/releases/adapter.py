@@ -346,9 +346,9 @@ class ReleaseAdapter:
 
     # Kernels that are compiled ahead
 
-    def few_rows(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> object:
+    def few_rows(self, hidden_states: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> object:
         """Fused head kernel for at most 32 rows, where no logits are stored."""
-        return few_rows_keys(hidden_states, weight)
+        return few_rows_keys(hidden_states, weight, scale)
 
     def drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
         """Return a call that launches drafting from a head [N, H] without stored logits, for compiling ahead."""

@@ -29,6 +29,7 @@ STOCK_ATTRIBUTES = words(
 """Attributes of the speculator on every release, on whichever class."""
 
 _LAYERS = "vllm.model_executor.layers"
+_OPS = "vllm._custom_ops"
 _VOCAB = f"{_LAYERS}.vocab_parallel_embedding"
 _PRODUCT = ("layer", "x", "bias")
 _FLASH = "vllm.v1.attention.backends.flash_attn"
@@ -61,6 +62,16 @@ DRAFT_LAYERS: tuple[Symbol, ...] = (
     Symbol(f"{_LAYERS}.linear", "UnquantizedLinearMethod"),
     Symbol(f"{_LAYERS}.linear", "UnquantizedLinearMethod.apply", _PRODUCT, why="replaced on the draft's instances"),
     Symbol(_VOCAB, "UnquantizedEmbeddingMethod.apply", _PRODUCT, why="replaced for the draft's head"),
+    Symbol(f"{_LAYERS}.linear", "LinearBase", why="the layers that draft_quantization rounds"),
+    Symbol(
+        f"{_LAYERS}.linear",
+        "UnquantizedLinearMethod.process_weights_after_loading",
+        ("layer",),
+        why="replaced for layers that are rounded",
+    ),
+    Symbol(_OPS, "scaled_fp8_quant", ("input", "use_per_token_if_dynamic"), why="rounds the rows of an FP8 product"),
+    Symbol(_OPS, "cutlass_scaled_mm", ("a", "b", "scale_a", "scale_b", "out_dtype", "bias"), why="that product"),
+    Symbol(_OPS, "cutlass_scaled_mm_supports_fp8", ("cuda_device_capability",)),
     Symbol(f"{_LAYERS}.utils", "default_unquantized_gemm", why="what may be replaced"),
     Symbol(f"{_LAYERS}.utils", "dispatch_unquantized_gemm", (), why="says what vLLM would multiply with"),
     Symbol(_FLASH, "FlashAttentionImpl.forward", _ATTENTION, why="replaced on the draft's instances"),

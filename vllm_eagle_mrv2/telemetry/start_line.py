@@ -108,7 +108,7 @@ class Facts:
             draft_argmax=draft_argmax,
             local_argmax=draft_argmax and drafter.logits is not None and drafter.logits.local,
             filters=adapter.filters_drafts,
-            products=drafter.products.layers > 0 or drafter.products.head,
+            products=stock.device.type == "cuda" and (drafter.products.layers > 0 or drafter.products.head),
             products_cached=options is drafter.settings.options,
             unmeasured=_unmeasured(stock.device),
             quantized=drafter.products.quantized,
@@ -193,7 +193,17 @@ class Facts:
                 f"{METHOD} leaves the weights of the draft's head as they are, as it has no LogitsProcessor of its "
                 "own; draft_quantization rounds its layers alone."
             )
-        if self.unmeasured is not None and enabled(Behaviour.ROW_PRODUCTS):
+        if self.draft_weights is not None and not self.products:
+            yield (
+                f"{METHOD} widens the draft's weights at each product on a CPU, which takes longer than whole weights; "
+                "leave draft_quantization out."
+            )
+        elif self.draft_weights is not None and self.unmeasured is not None:
+            yield (
+                f"{METHOD} multiplies with FP8 weights on a GPU on which it was not measured; "
+                "vllm-eagle-mrv2 bench says what that gains."
+            )
+        elif self.unmeasured is not None and enabled(Behaviour.ROW_PRODUCTS):
             yield self.unmeasured
         if not self.products_cached:
             yield (
@@ -270,7 +280,7 @@ def _rounded(drafter: Drafter) -> str | None:
     saved = sum(map(fp8.bytes_saved, products.rounded))
     if products.view_of_head is not None and products.view_of_head.copied:
         saved -= fp8.bytes_taken(products.view_of_head.view)
-    if trimmed is not None:
+    if trimmed is not None and trimmed.kept is not None:
         saved -= fp8.bytes_taken(trimmed.kept)
     return f"fp8, {abs(saved) / 2**20:.1f} MiB {'less' if saved >= 0 else 'more'}"
 

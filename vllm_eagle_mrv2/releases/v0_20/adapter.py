@@ -75,9 +75,9 @@ class Adapter(MonolithAdapter):
             best,
         )
 
-    def few_rows(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> object:
+    def few_rows(self, hidden_states: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> object:
         buffers = self.buffers
-        return few_rows_by_temperature(hidden_states, weight, buffers.idx_mapping, buffers.temperature)
+        return few_rows_by_temperature(hidden_states, weight, buffers.idx_mapping, buffers.temperature, scale)
 
     def drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
         return functools.partial(compile_ahead.sampling, self.buffers, head, offsets)
