@@ -71,7 +71,7 @@ def engine(
         "enable_prefix_caching": False,
     }
     if has_cuda():
-        arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
+        arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**30}
     else:
         arguments |= {"dtype": "float32", "kv_cache_memory_bytes": 2**26, "enforce_eager": True}
     if method is not None:

@@ -14,9 +14,11 @@ from torch import nn
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
+from vllm_eagle_mrv2.config.vocab_ranking import KeptTokens
 from vllm_eagle_mrv2.draft_model import compile_ahead, fp8, linear
 from vllm_eagle_mrv2.draft_model.head import DraftHead
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits
+from vllm_eagle_mrv2.draft_model.trimmed_head import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.fp8 import quantized
@@ -381,6 +383,35 @@ def test_a_head_of_its_own_is_rounded_in_place() -> None:
     assert installed.view_of_head is not None
     assert not installed.view_of_head.copied
     assert fp8.bytes_saved(draft.fc) == draft.fc.weight.numel() * 3 - 4 * HIDDEN
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_head_of_another_dtype_is_not_rounded(own: bool) -> None:
+    """vLLM would multiply with its values, without their scales."""
+    target = Target()
+    draft = Draft(target, whole_head(torch.randn(VOCAB, HIDDEN)) if own else None)
+    draft.logits_processor.head_dtype = torch.float64
+    linear.install(draft, target, DraftLogits.of(draft, target, local=True), rounds=True)
+    with pytest.raises(EagleMRV2Error, match="head_dtype"):
+        draft.compute_logits(inputs(3)[1])
+
+
+def test_kept_rows_of_a_head_of_its_own_are_rounded_once() -> None:
+    target = Target()
+    draft = Draft(target, whole_head(torch.randn(VOCAB, HIDDEN)))
+    kept = (3, 7, 11)
+    exact = draft.compute_logits(inputs(3)[1])[:, list(kept)]
+    logits = DraftLogits.of(draft, target, local=True)
+    assert logits is not None
+    assert linear.install(draft, target, logits, rounds=True, trims=True).rounded == (draft.fc,)
+    trimmed = TrimmedHead(logits, KeptTokens(kept, "ranking.json", None), torch.device("cpu"), rounds=True)
+    for _ in range(2):
+        found = draft.compute_logits(inputs(3)[1])[:, list(kept)]
+        assert 0.001 < float((found - exact).norm() / exact.norm()) < 0.1
+        assert fp8.is_quantized(trimmed.kept)
+        memory = in_memory_of(trimmed.kept)
+        trimmed.renew()
+        assert in_memory_of(trimmed.kept) == memory
 
 
 def test_an_embedding_that_is_the_head_too_stays() -> None:

@@ -22,12 +22,13 @@ OPTION = "draft_quantization"
 _REMEDY = f"leave {OPTION} out"
 
 
-def quantize_layers(draft: torch.nn.Module, target: torch.nn.Module) -> list[Any]:
+def quantize_layers(draft: torch.nn.Module, target: torch.nn.Module, *, head: bool = True) -> list[Any]:
     """Round the weights of a draft's own linear layers, and of its own head.
 
     Args:
         draft: the loaded draft model.
         target: the target model; layers that both have stay as they are.
+        head: whether to round a head too; not one whose rows are still to be copied.
 
     Returns:
         The layers.
@@ -37,6 +38,8 @@ def quantize_layers(draft: torch.nn.Module, target: torch.nn.Module) -> list[Any
     """
     from vllm.model_executor.layers.linear import LinearBase
 
+    if torch.version.hip is not None:
+        raise EagleMRV2Error(f"{OPTION} multiplies on NVIDIA GPUs, and this vLLM is built for AMD's; {_REMEDY}.")
     shared = {id(module) for module in target.modules()}
     own = {name: module for name, module in draft.named_modules() if id(module) not in shared}
     linear = {name: layer for name, layer in own.items() if isinstance(layer, LinearBase)}
@@ -53,9 +56,9 @@ def quantize_layers(draft: torch.nn.Module, target: torch.nn.Module) -> list[Any
         raise EagleMRV2Error(
             f"{OPTION} rounds a draft's linear layers, and {type(draft).__name__} has none; {_REMEDY}."
         )
-    head = getattr(draft, "lm_head", None)
-    if id(head) not in shared and _is_own_head(head, draft):
-        layers.append(head)
+    own_head = getattr(draft, "lm_head", None)
+    if head and id(own_head) not in shared and _is_own_head(own_head, draft):
+        layers.append(own_head)
     for layer in layers:
         quantize(layer)
     return layers
@@ -143,6 +146,6 @@ def _parameter(data: torch.Tensor) -> torch.nn.Parameter:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise EagleMRV2Error(
-        f"{OPTION} has rounded the draft's weights, into which none can be loaded directly; update them by "
-        f"vLLM's weight transfer or reload_weights, or {_REMEDY}."
+        f"{OPTION} has rounded the draft's weights, into which none can be loaded directly; update them by vLLM's "
+        f"weight transfer to drafts, or {_REMEDY}."
     )

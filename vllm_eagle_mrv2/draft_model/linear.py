@@ -206,14 +206,14 @@ class HeadView:
         return self._multiply(view, hidden_states, *args, **kwargs)
 
     def _view_of(self, lm_head: Any, dtype: torch.dtype) -> Any:
+        if self._rounds and not _keeps_dtype(self._logits.processor, dtype):
+            raise EagleMRV2Error(
+                "draft_quantization rounds the draft's head, which head_dtype wants in another dtype than the model; "
+                "leave one of them out."
+            )
         if fp8.is_quantized(lm_head):
             view = copy.copy(lm_head)
         elif self._rounds:
-            if not _keeps_dtype(self._logits.processor, dtype):
-                raise EagleMRV2Error(
-                    "draft_quantization rounds the draft's head, which head_dtype wants in another dtype than the "
-                    "model; leave one of them out."
-                )
             # In the profile run; a copy made during a capture would be made again by each replay.
             assert not (lm_head.weight.is_cuda and torch.cuda.is_current_stream_capturing())
             view, self.copied = fp8.quantized_copy(lm_head), True
@@ -239,6 +239,7 @@ def install(
     few: FewRows | None = None,
     *,
     rounds: bool = False,
+    trims: bool = False,
 ) -> Installed:
     """Make a draft's unquantized layers use the kernels; layers shared with the target stay unchanged.
 
@@ -249,6 +250,7 @@ def install(
             None leaves the head out.
         few: fused head kernel for at most 32 rows, to be compiled ahead; None means matmul.
         rounds: make the weights FP8.
+        trims: rows of the head are going to be copied, which replace it.
 
     Raises:
         EagleMRV2Error: the weights cannot be made FP8.
@@ -259,7 +261,7 @@ def install(
     gated = [module for module in own if _is_gated(module)]
     head: Any = getattr(draft, "lm_head", None)  # most likely the head that the processor is given
     takes_head = logits is not None and (rounds or _is_linear(head))
-    rounded = fp8.quantize_layers(draft, target) if rounds else []
+    rounded = fp8.quantize_layers(draft, target, head=not trims) if rounds else []
     layers += [layer for layer in rounded if layer not in layers]
     gates = {id(mlp.gate_up_proj) for mlp in gated}
     behind = _behind_attention(own, gated)

@@ -160,7 +160,10 @@ class Drafter:
 
     def _replace_products(self, target_model: Any) -> None:
         few = self.adapter.few_rows if self._drafts_greedily and DraftHead(self.stock.model).offsets is None else None
-        self.products = linear.install(self.stock.model, target_model, self.logits, few, rounds=self._rounds)
+        trims = self.settings.kept_tokens is not None
+        self.products = linear.install(
+            self.stock.model, target_model, self.logits, few, rounds=self._rounds, trims=trims
+        )
         self.loop.one_row_is_enough = self.products.one_row and not self.adapter.prefills_in_parts
 
     @property

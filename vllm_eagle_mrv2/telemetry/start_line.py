@@ -112,7 +112,9 @@ class Facts:
             products_cached=options is drafter.settings.options,
             unmeasured=_unmeasured(stock.device),
             quantized=drafter.products.quantized,
-            head_unrounded=options.draft_quantization is not None and drafter.products.view_of_head is None,
+            head_unrounded=options.draft_quantization is not None
+            and drafter.products.view_of_head is None
+            and getattr(stock.model, "lm_head", None) not in drafter.products.rounded,
             attention=drafter.attends_by_ours,
             skips_unused=adapter.skips_unused,
             asks_dynamic=bool(getattr(stock.speculative_config, "num_speculative_tokens_per_batch_size", None)),
