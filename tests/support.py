@@ -43,8 +43,11 @@ def held_out_prompts(count: int) -> list[str]:
 def small_heap() -> Iterator[None]:
     """Nobody collects what is there already; vLLM collects a dozen times an engine, half a second each."""
     gc.freeze()
-    with patch.multiple(gc, freeze=DEFAULT, unfreeze=DEFAULT):
-        yield
+    try:
+        with patch.multiple(gc, freeze=DEFAULT, unfreeze=DEFAULT):
+            yield
+    finally:
+        gc.unfreeze()  # the last engine is there already, which a test drops only when it has the next
 
 
 @contextmanager
@@ -92,19 +95,19 @@ def engine(
 
     monitor.set_cudagraph_capturing_enabled(True)
     llm = None
-    with small_heap():
-        try:
+    try:
+        with small_heap():
             llm = LLM(str(PAIR / "target"), **{**arguments, **overrides})
             yield llm
-        finally:
-            os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-            if llm is not None:
-                with suppress(AttributeError):  # 0.20 calls a shutdown that its V2 runner does not have
-                    llm.llm_engine.engine_core.shutdown()
-            del llm
-            if overrides.get("tensor_parallel_size", 1) == 1:  # workers of their own leave nothing here
-                gc.collect()
-                cleanup_dist_env_and_memory()
+    finally:
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+        if llm is not None:
+            with suppress(AttributeError):  # 0.20 calls a shutdown that its V2 runner does not have
+                llm.llm_engine.engine_core.shutdown()
+        del llm
+        if overrides.get("tensor_parallel_size", 1) == 1:  # workers of their own leave nothing here
+            gc.collect()
+            cleanup_dist_env_and_memory()
 
 
 def runner_of(llm: Any) -> Any:

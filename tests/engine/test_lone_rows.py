@@ -27,9 +27,9 @@ def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted(product: Callable[..., torch.Tensor], seen: list[str]) -> Callable[..., torch.Tensor]:
-    def counting(rows: torch.Tensor, *of: Any) -> torch.Tensor:
+    def counting(rows: torch.Tensor, *of: Any, **how: Any) -> torch.Tensor:
         seen.append(product.__name__ + (" of several rows" if rows.dim() == 2 and len(rows) > 1 else ""))
-        return product(rows, *of)
+        return product(rows, *of, **how)
 
     return counting
 
