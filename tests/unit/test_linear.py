@@ -414,6 +414,17 @@ def test_kept_rows_of_a_head_of_its_own_are_rounded_once() -> None:
         assert in_memory_of(trimmed.kept) == memory
 
 
+def test_a_draft_of_several_heads_is_not_rounded() -> None:
+    """Each would be copied at every turn."""
+    target = Target()
+    draft = Draft(target)
+    linear.install(draft, target, DraftLogits.of(draft, target, local=True), rounds=True)
+    draft.compute_logits(inputs(3)[1])
+    draft.lm_head = whole_head(torch.randn(VOCAB, HIDDEN))
+    with pytest.raises(EagleMRV2Error, match="several heads"):
+        draft.compute_logits(inputs(3)[1])
+
+
 def test_an_embedding_that_is_the_head_too_stays() -> None:
     """Its rows are looked up."""
     target = Target()

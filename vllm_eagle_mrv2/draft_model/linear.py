@@ -50,7 +50,7 @@ def _linear(
     behind_attention: bool = False,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if scale is not None and not _runs_triton(x):
+    if scale is not None and not x.is_cuda:
         return F.linear(x, dequantized(weight, scale, x.dtype), bias)
     if _is_one_row(x):
         return row_product(x.reshape(-1), weight, bias, scale=scale).view(*x.shape[:-1], -1)
@@ -107,12 +107,10 @@ def _multiplies_fp8(weight: torch.Tensor, dtype: torch.dtype) -> bool:
 def _has_fp8_product(device: torch.device) -> bool:
     from vllm import _custom_ops
 
+    if device.type != "cuda":
+        return False
     major, minor = torch.cuda.get_device_capability(device)
     return bool(_custom_ops.cutlass_scaled_mm_supports_fp8(10 * major + minor))
-
-
-def _runs_triton(x: torch.Tensor) -> bool:
-    return x.is_cuda
 
 
 def _is_one_row(x: torch.Tensor) -> bool:
@@ -200,7 +198,7 @@ class HeadView:
         view, logits, processor = self.view, self._logits, self._logits.processor
         if logits.few and self._plain and view is not lm_head and not (args or kwargs) and lm_head.tp_size == 1:
             weight, scale = view.weight[: processor.org_vocab_size], getattr(view, fp8.SCALE, None)
-            widens = scale is None or _widens(weight, hidden_states.dtype)
+            widens = scale is None or (hidden_states.is_cuda and _widens(weight, hidden_states.dtype))
             if widens and _keeps_dtype(processor, hidden_states.dtype) and _are_few(hidden_states, weight):
                 return logits.few(hidden_states, weight, scale=scale)
         return self._multiply(view, hidden_states, *args, **kwargs)
@@ -214,6 +212,8 @@ class HeadView:
         if fp8.is_quantized(lm_head):
             view = copy.copy(lm_head)
         elif self._rounds:
+            if self.copied:
+                raise EagleMRV2Error("the draft has several heads; leave draft_quantization out.")
             # In the profile run; a copy made during a capture would be made again by each replay.
             assert not (lm_head.weight.is_cuda and torch.cuda.is_current_stream_capturing())
             view, self.copied = fp8.quantized_copy(lm_head), True
@@ -378,9 +378,9 @@ def _compile_ahead(
     """Compile a layer's kernels now, rather than during capture or at the first request of an eager draft."""
     weight, bias, scale = layer.weight.data, getattr(layer, "bias", None), getattr(layer, fp8.SCALE, None)
     dtype = weight.dtype if scale is None else layer.rounded_from
-    several = few_rows.variants(weight) if bias is None else []
-    if scale is not None and bias is None and _widens(weight, dtype):
-        several = [few_rows.LEAST_ROWS, few_rows.MAX_ROWS]
+    several = few_rows.variants(weight) if scale is None else [few_rows.LEAST_ROWS, few_rows.MAX_ROWS]
+    if bias is not None or (scale is not None and not _widens(weight, dtype)):
+        several = []
     lone = functools.partial(gated_row_product, weight=weight, scale=scale)
     if not gated:
         lone = functools.partial(row_product, weight=weight, bias=bias, scale=scale)

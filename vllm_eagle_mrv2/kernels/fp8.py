@@ -10,7 +10,7 @@ from vllm_eagle_mrv2.kernels.device import converts_fp8
 
 GREATEST = 448.0
 """The greatest e4m3 value."""
-_ROWS = 4096  # rows that `quantized` converts at a time, which bounds its memory
+_ROWS = 1024  # rows that `quantized` converts at a time, which bounds its memory
 
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

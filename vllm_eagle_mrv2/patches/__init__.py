@@ -273,10 +273,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
     # The draft model
     Patch(
-        "quant_method.apply of the draft's own unquantized layers",
+        "quant_method of the draft's own unquantized layers",
         "vllm_eagle_mrv2.draft_model.linear:install",
         Scope.DRAFT,
-        "multiplies few rows at the speed of memory (row_products)",
+        "multiplies few rows at the speed of memory (row_products), rounds loaded weights (draft_quantization)",
         "a cuBLAS product of one row reads weights slower",
         "a GEMV in vLLM's unquantized layers",
     ),
@@ -292,7 +292,8 @@ PATCHES: tuple[Patch, ...] = (
         "forward and _gather_logits of the draft's own LogitsProcessor",
         "vllm_eagle_mrv2.draft_model.logits_processor:DraftLogits",
         Scope.DRAFT,
-        "leaves each rank its shard, multiplies few rows by row_products, and takes a trimmed head (draft_vocab)",
+        "leaves each rank its shard, multiplies few rows by row_products, and takes a copy of the head that is trimmed "
+        "(draft_vocab) or rounded (draft_quantization)",
         "vLLM makes rows of the whole vocabulary on every rank",
         "draft heads of their own upstream",
     ),
