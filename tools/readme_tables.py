@@ -36,6 +36,7 @@ GAINS = (
     "1b eagle, K=7, batch 1",
     "1b eagle, K=7, batch 32",
     "8b eagle3, K=5, batch 1",
+    "8b eagle3, K=5, FP8, batch 1",
     "8b eagle3, K=3, batch 32",
 )
 """The cases that the README shows."""

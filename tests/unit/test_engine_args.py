@@ -485,12 +485,14 @@ def test_a_draft_vocabulary_that_cannot_be(
         ({"draft_lm_head_quantization": None}, None),
         ({"draft_lm_head_quantization": "fp8"}, "leave one of them out"),
         ({"draft_model_config": SimpleNamespace(quantization="awq")}, "those of head are quantized already (awq)"),
+        ({"method": "mtp", "draft_model_config": SimpleNamespace(quantization="fp8")}, None),  # the target's
     ],
 )
 def test_weights_that_draft_quantization_cannot_round(given: dict[str, Any], cause: str | None) -> None:
-    config = {"method": "eagle", "model": "head", "draft_model_config": SimpleNamespace(quantization=None)} | given
+    of_head: dict[str, Any] = {"draft_model_config": SimpleNamespace(quantization=None)}
+    config = {"method": "eagle", "model": "head"} | of_head | given
     for asked, expected in (("fp8", cause), (None, None)):
-        settings = Settings("eagle", Options(draft_quantization=asked))
+        settings = Settings(config["method"], Options(draft_quantization=asked))
         with pytest.raises(EagleMRV2Error, match=re.escape(expected)) if expected else nullcontext():
             engine_args.check_translated(SimpleNamespace(**config), settings)
 

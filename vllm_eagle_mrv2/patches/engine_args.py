@@ -219,7 +219,8 @@ def _check_weights_to_round(config: Any) -> None:
             f"draft_lm_head_quantization={head} has vLLM round the draft's head, and draft_quantization of {METHOD} "
             "rounds it with the draft's layers; leave one of them out."
         )
-    quantization = config.draft_model_config.quantization
+    # The quantization of an MTP head's configuration is the target's, which often leaves the head as it is.
+    quantization = None if config.method == "mtp" else config.draft_model_config.quantization
     if quantization is not None:
         raise EagleMRV2Error(
             f"draft_quantization rounds the weights of a draft, and those of {config.model} are quantized already "
