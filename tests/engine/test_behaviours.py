@@ -139,7 +139,7 @@ def test_draft_logits_are_stored_for_every_step(dtype: str, stored: torch.dtype)
 
 @exact_in_the_heads_dtype
 def test_float32_draft_logits_under_a_half_precision_model() -> None:
-    half = {"dtype": "bfloat16", "speculative": {"draft_sample_method": "probabilistic"}}
+    half: dict[str, Any] = {"dtype": "bfloat16", "speculative": {"draft_sample_method": "probabilistic"}}
     with engine("eagle_mrv2", **half) as llm:
         assert speculator_of(llm).draft_logits.dtype == torch.float32
         single = greedy(llm, held_out_prompts(2), 8, temperature=0.8, seed=3)

@@ -38,7 +38,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, A
 
     def unequal(self: EnginePair, batch: int, *arguments: Any) -> Row:
         if batch == UNEQUAL:
-            self = replace(self, processes=(self.processes[0], AsksForLess(self.processes[1])))
+            less: Any = AsksForLess(self.processes[1])
+            self = replace(self, processes=(self.processes[0], less))
         return compare(self, batch, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from release_under_test import supplied
 from support import Acceptance, engine, greedy, held_out_prompts, speculator_of
@@ -19,7 +21,7 @@ def test_drafts_are_those_of_torchs_argmax(family: str, monkeypatch: pytest.Monk
             calls = 0
             stock = speculator.sample_draft
 
-            def counted(*args: object, stock=stock, **kwargs: object) -> object:
+            def counted(*args: object, stock: Any = stock, **kwargs: object) -> object:
                 nonlocal calls
                 calls += 1
                 return stock(*args, **kwargs)

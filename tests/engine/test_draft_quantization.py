@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mtp_model import mtp_engine, our_mtp_speculator, write_mtp_model
 from release_under_test import PROBABILISTIC
 from safetensors.torch import load_file
 from support import PAIR, Acceptance, engine, greedy, held_out_prompts, recorded_log, runner_of, speculator_of
@@ -103,3 +104,21 @@ def test_sampled_drafts() -> None:
         greedy(llm, PROMPTS, temperature=0.8, seed=3)
         assert acceptance.length > 1.3
         assert bool((speculator.draft_logits != 123.0).any())
+
+
+def test_an_mtp_head(tmp_path: Path) -> None:
+    """Its layers have biases, and its head is the target's."""
+    model = write_mtp_model(tmp_path / "target")
+    asked = {"method": "eagle_mrv2", "num_speculative_tokens": 3}
+    found = []
+    for options in ({}, FP8):
+        with mtp_engine(model, asked, additional_config={"eagle_mrv2": options}) as llm:
+            our_mtp_speculator(llm)
+            found.append(drafting(llm))
+            products = speculator_of(llm).drafter.products
+            assert len(products.rounded) == (4 if options else 0)  # its projection of inputs is PyTorch's own
+            assert products.view_of_head.copied is bool(options)
+            assert {layer.weight.dtype for layer in products.rounded} <= {torch.float8_e4m3fn}
+    (texts, length), (rounded_texts, rounded_length) = found
+    assert rounded_texts == texts
+    assert rounded_length == pytest.approx(length, abs=0.1)

@@ -16,7 +16,7 @@ PROMPTS = held_out_prompts(3)
 def draft_state(speculator: Any) -> list[torch.Tensor]:
     """Copies of the draft's keys and values, and of its logits, as bytes: unwritten memory may hold NaN."""
     layers = speculator.vllm_config.compilation_config.static_forward_context
-    caches = []
+    caches: list[torch.Tensor] = []
     for name in speculator.draft_attn_layer_names:
         cache = layers[name].kv_cache
         caches.extend([cache] if isinstance(cache, torch.Tensor) else cache)

@@ -108,7 +108,8 @@ def draft_phase_graphs(monkeypatch: pytest.MonkeyPatch, draft_decode_graphs: Dra
         outputs = SimpleNamespace(hidden_states=rows, aux_hidden_states=[rows.clone() for _ in range(layers)])
         speculator.drafter.graphs.target_graphs = lambda: outputs
         loop, propose = speculator.drafter.loop, speculator.drafter.loop.propose
-        given, batches = {}, []
+        given: dict[Any, dict[str, Any]] = {}
+        batches: list[Any] = []
         capture_fresh = speculator.prefill_cudagraph_manager.capture_fresh
 
         def capturing(forward: Any, make_inputs: Any, label: str, arguments: Any) -> None:
@@ -118,7 +119,7 @@ def draft_phase_graphs(monkeypatch: pytest.MonkeyPatch, draft_decode_graphs: Dra
 
             capture_fresh(forward, make_inputs, label, kept)
 
-        def proposing(batch: Any) -> torch.Tensor:
+        def proposing(batch: Any) -> Any:
             batches[:] = [batch]
             return propose(batch)
 
@@ -204,7 +205,12 @@ def test_one_graph(
         built: list[int] = []
         adapter = speculator.drafter.adapter
         build = adapter.build_by_builders
-        adapter.build_by_builders = lambda batch, run, step: built.append(step) or build(batch, run, step)
+
+        def building(batch: Any, run: Any, step: int) -> Any:
+            built.append(step)
+            return build(batch, run, step)
+
+        adapter.build_by_builders = building
         acceptance, slots = Acceptance(llm), recorded(speculator)
         assert greedy(llm, PROMPTS, TOKENS) == plain
         assert slots.right
@@ -255,11 +261,17 @@ def test_one_graph_for_prefill_and_decodes(
         dispatched: list[int] = []
         adapter = speculator.drafter.adapter
         dispatch, dispatch_prefill = adapter.dispatch_decode, adapter.dispatch_prefill
-        adapter.dispatch_decode = lambda batch: dispatched.append(batch.num_tokens // batch.num_reqs) or dispatch(batch)
         prefills: list[tuple[int, int]] = []
-        adapter.dispatch_prefill = lambda batch, *tokens: (
-            prefills.append((batch.num_reqs, batch.num_tokens)) or dispatch_prefill(batch, *tokens)
-        )
+
+        def dispatching(batch: Any) -> Any:
+            dispatched.append(batch.num_tokens // batch.num_reqs)
+            return dispatch(batch)
+
+        def dispatching_prefill(batch: Any, *tokens: Any) -> Any:
+            prefills.append((batch.num_reqs, batch.num_tokens))
+            return dispatch_prefill(batch, *tokens)
+
+        adapter.dispatch_decode, adapter.dispatch_prefill = dispatching, dispatching_prefill
         acceptance = Acceptance(llm)
         assert greedy(llm, PROMPTS, TOKENS) == plain
         assert acceptance.by_position == pytest.approx(by_steps, abs=0.03)

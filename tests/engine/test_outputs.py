@@ -88,7 +88,7 @@ def test_preemption_and_resumption(plain: dict[str, list[int]]) -> None:
 
 def test_requests_that_end_at_max_model_len() -> None:
     prompts = held_out_prompts(3)
-    limit = {"max_model_len": 80, "max_num_batched_tokens": 128}
+    limit: dict[str, Any] = {"max_model_len": 80, "max_num_batched_tokens": 128}
     with engine(None, **limit) as llm:
         expected = greedy(llm, prompts, max_tokens=100)
         lengths = [len(llm.get_tokenizer().encode(prompt)) for prompt in prompts]

@@ -72,7 +72,7 @@ def check(phases: list[tuple[list[bool], int, int]]) -> None:
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["asynchronous", "synchronous"])
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
 def test_chunks_and_lone_tokens(family: str, async_scheduling: bool, plain: list[list[int]]) -> None:
-    limits = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3, "async_scheduling": async_scheduling}
+    limits: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3, "async_scheduling": async_scheduling}
     with engine("eagle_mrv2", family=family, k=K, **limits) as llm:
         with recorded_phases(llm) as phases:
             acceptance = Acceptance(llm)
