@@ -26,7 +26,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_eagle_mrv2.draft_model import linear  # noqa: F401, defines the op
 from vllm_eagle_mrv2.kernels.few_rows_product import MAX_ROWS, few_rows_by_temperature, few_rows_keys, few_rows_product
+from vllm_eagle_mrv2.kernels.fp8 import quantized
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
@@ -114,6 +116,19 @@ def gated_products() -> Cases:
             [partial(gated_row_product, row, weight) for weight in weights],
             [partial(apart, row, weight) for weight in weights],
             outputs * width * 2,
+        )
+
+
+def fp8_products(num_rows: int) -> Cases:
+    """Products with FP8 weights, by the kernel that a draft uses, against PyTorch's with the whole weights."""
+    for name, (outputs, width) in PRODUCTS.items():
+        rows, weights = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16), copies_of(outputs, width)
+        op = torch.ops.vllm_eagle_mrv2.linear
+        yield (
+            f"{num_rows} rows, {name}",
+            [partial(op, rows, values, None, False, scale) for values, scale in map(quantized, weights)],
+            [partial(F.linear, rows, weight) for weight in weights],
+            outputs * width,
         )
 
 
@@ -247,6 +262,9 @@ def attentions(*, writes: bool, turns: bool = False) -> Cases:
 KERNELS: dict[str, Callable[[], Cases]] = {
     "row_product": row_products,
     "gated_row_product": gated_products,
+    "one_row_fp8": partial(fp8_products, 1),
+    "few_rows_fp8": partial(fp8_products, 8),
+    "many_rows_fp8": partial(fp8_products, 512),
     "few_rows_product": partial(few_rows, few_rows_product, F.linear),
     "few_rows_keys": partial(few_rows, few_rows_keys, argmax_of_product),
     "few_rows_by_temperature": sampled,

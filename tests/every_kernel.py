@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import triton
-from test_kernels import DEVICE, decoding, poisoned, target_batch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from unit.test_kernels import DEVICE, decoding, poisoned, target_batch
 
 from vllm_eagle_mrv2.batch.buffers import SlotTable
 from vllm_eagle_mrv2.batch.queue import BatchQueue
@@ -86,6 +86,8 @@ def _as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 def call_every_kernel() -> None:
     """One launch of each variant, on small inputs."""
+    one_row: Any = of_one_row
+    few_rows: Any = of_few_rows
     for offset in (0, 1):
         for batch in (target_batch([4, 4]), target_batch([4, 4], dummy_run=True)):
             queue = BatchQueue(torch.device(DEVICE), filters=True)
@@ -119,14 +121,14 @@ def call_every_kernel() -> None:
             row_product(weight, weight, index=mapping[2:].long())
             gated_row_product(weight, weight, index=mapping[2:].long())
             values, scale = fp8.quantized(weight)
-            for of_one_row.as_read in (fp8.as_read, _as_bytes):
+            for one_row.as_read in (fp8.as_read, _as_bytes):
                 row_product(weight[0], values, scale=scale)
                 gated_row_product(weight, values, mapping[2:].long(), scale)
         if dtype != torch.float32:
             for rows in (2, 17):
                 few, head = (torch.randn(n, 200, device=DEVICE).to(dtype) for n in (rows, 70))
                 few_rows_product(few, head)
-                for of_few_rows.as_read in (fp8.as_read, _as_bytes):
+                for few_rows.as_read in (fp8.as_read, _as_bytes):
                     few_rows_product(few.repeat(3, 1), *fp8.quantized(head))
                 few_rows_keys(few, head)
                 of_rows = mapping.repeat(6)[:rows]
@@ -142,8 +144,10 @@ def call_every_kernel() -> None:
                 angles = {"positions": lengths.long(), "cos_sin": cache.view(-1, width)}
                 for own, turned in itertools.product(((), (query[:, :2], query[:, :2], slots)), ({}, angles)):
                     out = torch.empty_like(query)
-                    attention(query, *cache.unbind(1), table.view(2, 2), lengths, 0.1, out, *own, **turned)
-                attention(query, *cache.unbind(1), table[None], lengths, 0.1, out, **angles, index=slots[1:] + 1)
+                    attention(query, cache[:, 0], cache[:, 1], table.view(2, 2), lengths, 0.1, out, *own, **turned)
+                attention(
+                    query, cache[:, 0], cache[:, 1], table[None], lengths, 0.1, out, **angles, index=slots[1:] + 1
+                )
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
         kept = torch.zeros(8, 3, 5000, device=DEVICE)
         for (stored, mapped), flag, times in itertools.product(

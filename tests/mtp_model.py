@@ -79,7 +79,8 @@ def write_mtp_model(folder: Path, *, seed: int = 0, context: float = 0.3, unknow
 
     def normal(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         """[rows, columns]: an input with an RMS of 1 comes out with an RMS of ``gain``."""
-        return torch.randn(rows, columns, generator=random) * (gain / columns**0.5)
+        values: torch.Tensor = torch.randn(rows, columns, generator=random) * (gain / columns**0.5)
+        return values
 
     embeddings = torch.randn(vocabulary, HIDDEN, generator=random)
     embeddings /= embeddings.square().mean(dim=-1, keepdim=True).sqrt()

@@ -6,7 +6,7 @@ from typing import Any
 
 from support import Acceptance, engine, greedy
 
-RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 VOCAB = 2048  # of the demo pair
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from packaging.version import Version
 from release_under_test import release
@@ -15,7 +17,7 @@ PROMPTS = held_out_prompts(4)
 @pytest.mark.skipif(release < Version("0.22"), reason="vLLM 0.20 has no attention_backend for a draft")
 @pytest.mark.parametrize(("target", "draft"), [("FLASH_ATTN", "TRITON_ATTN"), ("TRITON_ATTN", "FLASH_ATTN")])
 def test_draft_attends_by_its_own_backend(target: str, draft: str) -> None:
-    by_target = {"attention_config": {"backend": target}, "compilation_config": SIZES}
+    by_target: dict[str, Any] = {"attention_config": {"backend": target}, "compilation_config": SIZES}
     with engine("eagle_mrv2", **by_target) as llm:
         acceptance = Acceptance(llm)
         expected = greedy(llm, PROMPTS, TOKENS)

@@ -69,6 +69,21 @@ def test_without_a_product_of_fp8_matrices(converts: bool, monkeypatch: pytest.M
         assert length == pytest.approx(acceptance.length, abs=0.1)
 
 
+@pytest.mark.skipif(release < Version("0.33"), reason="vLLM rounds no head of a draft before 0.33")
+def test_the_head_that_vllm_rounds() -> None:
+    """By an option of its own, which leaves the layers as they are."""
+    texts = []
+    for speculative in ({}, {"draft_lm_head_quantization": "fp8"}):
+        with engine("eagle_mrv2", speculative=speculative, compilation_config=SIZES) as llm:
+            dtype = speculator_of(llm).model.lm_head.weight.dtype
+            assert (dtype == torch.bfloat16) is not bool(speculative)
+            assert {layer.weight.dtype for layer in linear_layers(llm)} == {torch.bfloat16}
+            acceptance = Acceptance(llm)
+            texts.append(greedy(llm, PROMPTS[:8], TOKENS))
+            assert acceptance.length > 1.5
+    assert texts[0] == texts[1]
+
+
 def test_sampled_drafts() -> None:
     with engine("eagle_mrv2", options=FP8, speculative=PROBABILISTIC, compilation_config=SIZES) as llm:
         acceptance = Acceptance(llm)

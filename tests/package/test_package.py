@@ -124,9 +124,9 @@ def python(minor: int) -> str:
     if minor == sys.version_info.minor:
         return sys.executable
     name = f"python3.{minor}"
-    found = [shutil.which(name), *Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")]
-    for candidate in filter(None, found):
-        if subprocess.run([candidate, "-c", "import venv"], capture_output=True).returncode == 0:
+    found: list[str | Path | None] = [shutil.which(name), *Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")]
+    for candidate in found:
+        if candidate and subprocess.run([candidate, "-c", "import venv"], capture_output=True).returncode == 0:
             return str(candidate)
     pytest.skip(f"no {name} here")
 

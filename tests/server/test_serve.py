@@ -72,11 +72,12 @@ class Server:
         """A greedy completion in one piece."""
         answer = self.http.post("/v1/completions", json=self._request(prompt, stream=False))
         answer.raise_for_status()
-        return answer.json()["choices"][0]["text"]
+        text: str = answer.json()["choices"][0]["text"]
+        return text
 
     def stream(self, prompt: str) -> list[str]:
         """The pieces of a streamed greedy completion."""
-        pieces = []
+        pieces: list[str] = []
         with self.http.stream("POST", "/v1/completions", json=self._request(prompt, stream=True)) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
@@ -164,7 +165,8 @@ def start_server(pair: Path, tmp_path: Path) -> Iterator[StartServer]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    return json.loads((PAIR / "prompts.json").read_text())[:3]
+    texts: list[str] = json.loads((PAIR / "prompts.json").read_text())
+    return texts[:3]
 
 
 def check_drafts(server: Server, prompts: list[str]) -> None:

@@ -86,8 +86,9 @@ def one_rank_as_on_a_gpu(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Non
 def ours(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The weights that the op multiplied single rows with through our kernel."""
     from vllm_eagle_mrv2.draft_model import linear
+    from vllm_eagle_mrv2.kernels.row_product import row_product
 
-    product, seen = linear.row_product, []
+    product, seen = row_product, []
 
     def counted(row: torch.Tensor, weight: torch.Tensor, *others: Any, **how: Any) -> torch.Tensor:
         seen.append(weight)

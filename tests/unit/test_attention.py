@@ -83,7 +83,9 @@ def attend(layer: Layer, form: str, of_batch: Any) -> tuple[torch.Tensor, torch.
     layer.impl.forward(layer, query, None, None, kv_cache, None, output.clone())  # the profile run
     layer.impl.forward(layer, query, None, None, kv_cache, of_batch, output)
     lengths = torch.tensor(LENGTHS)
-    return output, single_token_attention_reference(query[:3], *caches, metadata().block_table, lengths, 0.25)
+    return output, single_token_attention_reference(
+        query[:3], caches[0], caches[1], metadata().block_table, lengths, 0.25
+    )
 
 
 def own_metadata() -> DecodeMetadata:
@@ -263,13 +265,13 @@ def test_our_kernel_turns_by_rope(of_batch: Callable[[], Any], rope_is_left: Cal
     torch.testing.assert_close(found["given key"], found["key"] if writes else key, rtol=0.01, atol=0.01)
     cache = found["cache"].clone()
     for request, place in enumerate([(0, 4), (5, 7)] if writes else []):
-        torch.testing.assert_close(cache[(0, *place)], key[request], rtol=0.01, atol=0.01)
-        assert cache[(1, *place)].equal(found["value"][request])
+        torch.testing.assert_close(cache[0][place], key[request], rtol=0.01, atol=0.01)
+        assert cache[1][place].equal(found["value"][request])
     if writes:
         return  # what is attended to is seen in the kernel's own tests
     query = rotated_reference(found["query"], positions, table)
     lengths = torch.tensor(LENGTHS)
-    expected = single_token_attention_reference(query, *cache, batch.block_table, lengths, 0.25)
+    expected = single_token_attention_reference(query, cache[0], cache[1], batch.block_table, lengths, 0.25)
     torch.testing.assert_close(found["output"].float(), expected, rtol=0.01, atol=0.01)
 
 
@@ -291,7 +293,8 @@ def test_one_row_of_a_request_attends(rope_is_left: Callable[..., Any]) -> None:
         found["given key"], rotated_reference(found["key"], positions, table), rtol=0.01, atol=0.01
     )
     query = rotated_reference(found["query"], positions, table)[1:2]
-    expected = single_token_attention_reference(query, *found["cache"], batch.block_table, positions[1:2] + 1, 0.25)
+    keys, values = found["cache"]
+    expected = single_token_attention_reference(query, keys, values, batch.block_table, positions[1:2] + 1, 0.25)
     torch.testing.assert_close(found["output"][1:2].float(), expected, rtol=0.01, atol=0.01)
     assert (found["output"][[0, 2]] == 7).all()  # as the profile run left them
     assert (run(module, batch)["output"] == 7).all()  # all rows are read

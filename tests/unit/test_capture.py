@@ -33,7 +33,7 @@ DECODE_MODES = {
 
 @pytest.mark.parametrize("mode", CUDAGraphMode, ids=lambda mode: mode.name)
 def test_draft_decodes_never_run_piecewise(mode: Any) -> None:
-    chosen = decode_mode(mode, full_decode_only=True)
+    chosen: Any = decode_mode(mode, full_decode_only=True)
     assert chosen == CUDAGraphMode[DECODE_MODES[mode.name]]
     assert not chosen.has_mode(CUDAGraphMode.PIECEWISE)
 
@@ -83,7 +83,7 @@ def test_every_pass_gets_inputs_of_its_own(mixin: type[FreshInputsCapture]) -> N
     # One set of inputs for each pass, and each pass with its own, made before it ran.
     assert [inputs.attn_metadata["of"] for inputs in made] == ["a", "a", "b", "b"]
     assert len({id(inputs.attn_metadata) for inputs in made}) == 4
-    modes = ["warm-up", "capture"] * 2
+    modes: list[Any] = ["warm-up", "capture"] * 2
     assert [inputs for inputs, _ in passes] == [
         inputs._replace(mode=mode) for inputs, mode in zip(made, modes, strict=True)
     ]

@@ -168,7 +168,9 @@ def test_a_pair_beside_stock(head: str, folder: Folder) -> None:
         return
     config = built(folder(target), method="eagle_mrv2", **draft)
     assert config.speculative_config.method == stock == family
-    assert settings_of(config.speculative_config).family == family
+    settings = settings_of(config.speculative_config)
+    assert settings is not None
+    assert settings.family == family
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -177,7 +179,9 @@ def test_mtp_inside_a_target_beside_stock(target: str, folder: Folder) -> None:
     if stock_family(folder(target), "mtp", num_speculative_tokens=1) == "mtp":
         for draft in ({}, {"model": folder(target)}):
             config = built(folder(target), method="eagle_mrv2", num_speculative_tokens=1, **draft)
-            assert settings_of(config.speculative_config).family == "mtp"
+            settings = settings_of(config.speculative_config)
+            assert settings is not None
+            assert settings.family == "mtp"
         assert detect_family(folder(target), "another/copy") == "mtp"
         return
     assert_refused(target, folder, num_speculative_tokens=1)

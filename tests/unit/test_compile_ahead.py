@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -176,9 +178,11 @@ def test_one_thread_compiles_while_others_launch() -> None:
         compiled: list[tuple[object, ...]] = []
         launch(SimpleNamespace(warmup=lambda *args, grid: compiled.append((*args, grid))), (4,))("an argument")
         assert compiled == [("an argument", (4,))]
-        thread = compile_ahead.ThreadPoolExecutor(1)
-        assert thread.submit(launch, kernel, (4,)).result() == "launched"
-    assert launch(kernel, (4,)) == "launched"
+        thread = ThreadPoolExecutor(1)
+        by_other: Any = thread.submit(launch, kernel, (4,)).result()
+        assert by_other == "launched"
+    afterwards: Any = launch(kernel, (4,))
+    assert afterwards == "launched"
 
 
 def test_threads_take_short_turns_while_one_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

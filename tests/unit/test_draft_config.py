@@ -37,7 +37,7 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "float32",
 }
-EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
+EAGLE3: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 MTP = {
     "architectures": ["Glm4MoeForCausalLM"],

@@ -24,6 +24,8 @@ from .stock import drafter_on, stock_speculator
 class Target(nn.Module):
     """A language model of 8 tokens."""
 
+    model: Any
+
     def __init__(self, embedding: nn.Module | None = None) -> None:
         super().__init__()
         self.model = nn.Module()
@@ -45,7 +47,7 @@ class MultimodalTarget(nn.Module):
 class Stock:
     """A speculator that shares layers where stock's below 0.24 looks for them."""
 
-    def __init__(self, draft: nn.Module, vllm_config: Any = None) -> None:
+    def __init__(self, draft: Any, vllm_config: Any = None) -> None:
         self.draft = draft
         self.vllm_config = vllm_config or configuration()
         self.built_by: Any = None
@@ -172,6 +174,7 @@ def eagle_with_embeddings() -> nn.Module:
     from vllm.model_executor.models.interfaces import SupportsMultiModal
 
     class Draft(nn.Module):
+        model: Any
         embed_input_ids = SupportsMultiModal.embed_input_ids
 
         def __init__(self) -> None:
@@ -179,7 +182,7 @@ def eagle_with_embeddings() -> nn.Module:
             self.model = nn.Module()
             self.model.embed_input_ids = lambda ids: self.model.embed_tokens(ids)
 
-        def get_language_model(self) -> nn.Module:
+        def get_language_model(self) -> Any:
             return self.model
 
     return Draft()

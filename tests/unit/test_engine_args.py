@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from vllm_eagle_mrv2 import plugin, releases
 from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
+from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.config.method import MARKER, Settings, settings_of
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
@@ -39,7 +40,7 @@ from vllm.config.vllm import VllmConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -127,7 +128,7 @@ def settings_in(config: VllmConfig) -> Settings | None:
     ],
 )
 def test_the_method_becomes_the_stock_one_with_a_marker(
-    method: str, head: str, family: str, models: dict[str, str]
+    method: str, head: str, family: Family, models: dict[str, str]
 ) -> None:
     config = ask(models, method, head).create_engine_config()
     assert config.speculative_config.method == family
@@ -491,6 +492,7 @@ def test_a_draft_vocabulary_that_cannot_be(
 def test_weights_that_draft_quantization_cannot_round(given: dict[str, Any], cause: str | None) -> None:
     of_head: dict[str, Any] = {"draft_model_config": SimpleNamespace(quantization=None)}
     config = {"method": "eagle", "model": "head"} | of_head | given
+    asked: Literal["fp8"] | None
     for asked, expected in (("fp8", cause), (None, None)):
         settings = Settings(config["method"], Options(draft_quantization=asked))
         with pytest.raises(EagleMRV2Error, match=re.escape(expected)) if expected else nullcontext():
@@ -605,7 +607,14 @@ def test_a_head_of_mistrals(models: dict[str, str], tmp_path: Path, monkeypatch:
     """``params.json`` and nothing else, in the words of Mistral's own format."""
     # vLLM would start a process to look at the class of the model.
     monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
-    params = {"dim": 64, "n_layers": 1, "head_dim": 32, "hidden_dim": 128, "n_heads": 2, "n_kv_heads": 2}
+    params: dict[str, Any] = {
+        "dim": 64,
+        "n_layers": 1,
+        "head_dim": 32,
+        "hidden_dim": 128,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+    }
     params |= {"norm_eps": 1e-5, "vocab_size": 128, "rope_theta": 1e4, "max_position_embeddings": 64}
     (tmp_path / "params.json").write_text(json.dumps(params))
     save_file({"eagle_linear.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
@@ -968,7 +977,8 @@ def make_speculator(config: VllmConfig) -> Any:
 def test_the_class_of_the_speculator(head: str, models: dict[str, str]) -> None:
     from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-    family = {"head": "eagle", "head3": "eagle3"}[head]
+    families: dict[str, Family] = {"head": "eagle", "head3": "eagle3"}
+    family = families[head]
     stock = make_speculator(ask(models, family, head).create_engine_config())
     assert type(stock) is EagleSpeculator
 

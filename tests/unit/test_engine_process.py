@@ -11,7 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from vllm_eagle_mrv2.cli import engine_process
-from vllm_eagle_mrv2.cli.engine_process import CommandError, EngineProcess, environment
+from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
+from vllm_eagle_mrv2.cli.errors import CommandError
 
 Start = Callable[[str], EngineProcess]
 

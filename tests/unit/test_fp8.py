@@ -23,7 +23,8 @@ def given(rows: int, outputs: int, width: int, dtype: torch.dtype) -> tuple[torc
     weight = torch.randn(outputs, width, generator=generator) * torch.rand(outputs, 1, generator=generator)
     weight[-1] = 0
     x = torch.randn(rows, width, generator=generator)
-    return x.to(DEVICE, dtype), *(part.to(DEVICE) for part in fp8.quantized(weight.to(dtype)))
+    values, scale = fp8.quantized(weight.to(dtype))
+    return x.to(DEVICE, dtype), values.to(DEVICE), scale.to(DEVICE)
 
 
 def exact(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ def test_one_row(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, values, scale = given(3, *shape, dtype)
     bias = torch.arange(shape[0], device=DEVICE).to(dtype)
     expected = row_product.row_product_reference(x[1], values, bias, scale)
-    near = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.02}
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.02}
     torch.testing.assert_close(row_product.row_product(x[1], values, bias, scale=scale), expected, **near)
     index = torch.tensor([1], device=DEVICE)
     of_index = row_product.row_product(x, values, bias, index, scale)[1]

@@ -180,11 +180,13 @@ def input_batch(num_reqs: int) -> Any:
 
 
 def read(adapter: FusedAdapter, batch: Any, **how: Any) -> Any:
-    return adapter.read(batch, None, None, torch.zeros(batch.num_reqs, 2), None, *[None] * 6, **how)
+    unread: list[Any] = [None] * 6
+    return adapter.read(batch, None, None, torch.zeros(batch.num_reqs, 2), None, *unread, **how)
 
 
 def inputs_of(num_reqs: int, attn_metadata: Any = None) -> ForwardInputs:
-    return ForwardInputs(num_reqs, num_reqs, attn_metadata, None, None, None)
+    mode: Any = None
+    return ForwardInputs(num_reqs, num_reqs, attn_metadata, None, None, mode)
 
 
 # How many tokens are drafted
@@ -311,13 +313,14 @@ def dispatch(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_the_ranks_agreed_on_is_handed_on(adapter_class: Any, argument: str | None, dispatch: Any) -> None:
     agreed = torch.tensor([4, 4])
     dispatch.answer = (descriptor(4), agreed if argument is None else Agreement(agreed))
-    adapter = adapter_on(adapter_class, dp_size=2, prefill_cudagraph_manager="manager")
+    manager: Any = "manager"
+    adapter = adapter_on(adapter_class, dp_size=2, prefill_cudagraph_manager=manager)
     run = adapter.dispatch_prefill(batch_of(dp_sync="of the target"), 3 * (K + 1), 16)
     (asked,) = dispatch.asked
     known = {name: value for name, value in asked.items() if name.startswith("dp_sync")}
     assert known == ({} if argument is None else {argument: "of the target"})
     assert asked["uniform_token_count"] == K + 1
-    assert run == GraphRun("manager", descriptor(4), True, agreed)
+    assert run == GraphRun(manager, descriptor(4), True, agreed)
 
 
 def test_a_prefill_is_no_uniform_batch(dispatch: Any) -> None:
@@ -391,7 +394,8 @@ def test_the_host_builds_before_a_replay_where_it_must(refreshed: bool, monkeypa
     assert adapter.refreshes_in_graph
     built: list[Any] = []
     monkeypatch.setattr(adapter, "build_by_builders", lambda *args, **kwargs: built.append((args, kwargs)))
-    batch, run = batch_of(), GraphRun(None, descriptor(8), True)
+    manager: Any = None
+    batch, run = batch_of(), GraphRun(manager, descriptor(8), True)
     adapter.prepare_fused_replay(batch, run)
     builds = 0 if refreshed else 1
     assert built == [((batch, run), {"step": 1})] * builds
@@ -408,7 +412,8 @@ def test_metadata_describes_what_runs(by_descriptor: bool, monkeypatch: pytest.M
     built: dict[str, Any] = {}
     name = "_build_uniform_attn_metadata" if by_descriptor else "_build_draft_attn_metadata"
     setattr(adapter.stock, name, lambda **kwargs: built.update(kwargs))
-    batch, run = batch_of(), GraphRun(None, descriptor(8), True)
+    manager: Any = None
+    batch, run = batch_of(), GraphRun(manager, descriptor(8), True)
     adapter.build_by_builders(batch, run, step=2)
     assert built.pop("seq_lens_cpu_upper_bound") is batch.seq_lens_cpu_upper_bound
     rows = {"batch_desc": run.descriptor, "num_query_per_req": 1}

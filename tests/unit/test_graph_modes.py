@@ -200,7 +200,7 @@ def test_data_parallel_ranks_have_what_stock_has() -> None:
 def test_the_prefill_is_the_whole_phase_of_one_draft_token(
     num_tokens: int, disable: set[Behaviour], whole: bool
 ) -> None:
-    graph = Descriptor(FULL, num_tokens)
+    graph: Any = Descriptor(FULL, num_tokens)
     manager = SimpleNamespace(_capture_descs={FULL: [graph], PIECEWISE: [graph]})
     drafter = drafter_for(disable=disable, num_speculative_steps=1, prefill_cudagraph_manager=manager)
     drafter.adapter.refreshes_in_graph = True
@@ -286,7 +286,7 @@ def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, 
 def test_captures_find_no_batch_and_leave_none() -> None:
     """A warm-up takes the next slot: one of a batch long gone would send it to memory that is others' by now."""
     graphs = [Descriptor(FULL, 2), Descriptor(FULL, 1)]
-    fill_inputs = []
+    fill_inputs: list[Any] = []
 
     def capture_fresh(phase: Any, make_inputs: Any, title: str, held: Any) -> None:
         assert not queue.slots.any()

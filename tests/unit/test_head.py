@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
@@ -62,6 +63,9 @@ def free_port() -> int:
 
 class Model(nn.Module):
     """A model whose logits are made as vLLM's models make them."""
+
+    lm_head: Any
+    logits_processor: Any
 
     def __init__(self, lm_head: nn.Module, finish: Callable[[torch.Tensor], torch.Tensor] | None, **how: Any) -> None:
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -348,12 +352,10 @@ def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
         reports = tmp_path / str(attempt)
         reports.mkdir()
         try:
-            torch.multiprocessing.spawn(run_rank, (2, free_port(), reports), nprocs=2)
+            spawn(run_rank, (2, free_port(), reports), nprocs=2)
             return
-        except (torch.multiprocessing.ProcessExitedException, torch.multiprocessing.ProcessRaisedException) as error:
-            failed = (
-                str(error) if isinstance(error, torch.multiprocessing.ProcessExitedException) else "the ranks failed:"
-            )
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            failed = str(error) if isinstance(error, ProcessExitedException) else "the ranks failed:"
         found = {report.name: report.read_text() for report in sorted(reports.iterdir())}
         if attempt or not found or not all(map(lost_connection, found.values())):
             pytest.fail("\n".join([failed, *(f"{rank}: {report}" for rank, report in found.items())]), pytrace=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def clone(buffers: DraftBuffers) -> DraftBuffers:
 def assert_same(actual: DraftBuffers, expected: DraftBuffers) -> None:
     for field in fields(DraftBuffers):
         found, wanted = whole(getattr(actual, field.name)), whole(getattr(expected, field.name))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=lambda text, name=field.name: f"{name}: {text}")
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=partial("{}: {}".format, field.name))
 
 
 def target_batch(

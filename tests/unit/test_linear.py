@@ -21,8 +21,9 @@ from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits
 from vllm_eagle_mrv2.draft_model.trimmed_head import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
-from vllm_eagle_mrv2.kernels.fp8 import quantized
+from vllm_eagle_mrv2.kernels.fp8 import dequantized, quantized
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
+from vllm_eagle_mrv2.kernels.row_product import gated_row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 
 from .test_head import HIDDEN, VOCAB, Model, trim, whole_head
@@ -266,7 +267,7 @@ class GatedDraft(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_activation_is_part_of_the_product_before_it(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    product, seen = linear.gated_row_product, []
+    product, seen = gated_row_product, []
 
     def counted(row: torch.Tensor, weight: torch.Tensor, **how: Any) -> torch.Tensor:
         seen.append(tuple(weight.shape))
@@ -498,7 +499,7 @@ def test_who_multiplies_several_rows(
     weight, x = torch.randn(shape).to(torch.bfloat16), torch.randn(rows, shape[1]).to(torch.bfloat16)
     values, scale = quantized(weight)
     who: list[str] = []
-    product, dense = few_rows.few_rows_product, linear.dequantized
+    product, dense = few_rows.few_rows_product, dequantized
 
     def by_vllm(a: Any, b: torch.Tensor, scale_a: Any, scale_b: torch.Tensor, dtype: torch.dtype, bias: Any) -> Any:
         who.append("vLLM")

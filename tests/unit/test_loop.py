@@ -167,7 +167,7 @@ class Graph(NamedTuple):
     cg_mode: Mode
 
 
-def inputs_of(num_reqs: int = len(ROWS), mode: Mode = Mode.NONE) -> ForwardInputs:
+def inputs_of(num_reqs: int = len(ROWS), mode: Any = Mode.NONE) -> ForwardInputs:
     return ForwardInputs(num_reqs, num_reqs, "metadata", "slots", None, mode)
 
 
@@ -207,7 +207,8 @@ class ToyAdapter:
         self.max_seq_len = max_seq_len
 
     def decodes_fused(self, run: GraphRun) -> bool:
-        assert run.descriptor.name == "decode graph"
+        graph: Any = run.descriptor
+        assert graph.name == "decode graph"
         return self.refreshes_in_graph and (run.full or not self.fused_in_graphs_only)
 
     def phase_run(self, batch: DraftBatch) -> GraphRun:
@@ -215,7 +216,9 @@ class ToyAdapter:
 
     def _run(self, name: str, num_tokens: int) -> GraphRun:
         mode = Mode.FULL if self.full_graphs else Mode.NONE
-        return GraphRun(self, Graph(name, num_tokens, mode), self.full_graphs, f"across DP, {name}")
+        manager: Any = self
+        graph: Any = Graph(name, num_tokens, mode)
+        return GraphRun(manager, graph, self.full_graphs, f"across DP, {name}")
 
     def combine(self, states: TargetStates, num_tokens: int) -> torch.Tensor:
         self.combined.append("in replay" if self.in_replay else "eager")
@@ -302,12 +305,13 @@ class ToyAdapter:
         self.calls.append(("replay", graph.name))
         self.in_replay = True
         loop, rows = self.loop, MAX_NUM_REQS
-        decodes = ForwardInputs(rows, rows, "captured metadata", None, None, Mode.FULL)
+        full: Any = Mode.FULL
+        decodes = ForwardInputs(rows, rows, "captured metadata", None, None, full)
         if graph.name == "decode graph":
             (loop.decode_all if self.refreshes_in_graph else loop.decode)(decodes, loop.config.num_draft_tokens)
         else:
-            prefill = ForwardInputs(rows, MAX_NUM_TOKENS, None, None, None, Mode.FULL)
-            whole = {"fills_inputs": True, "decodes": decodes} if self.one_graph else {}
+            prefill = ForwardInputs(rows, MAX_NUM_TOKENS, None, None, None, full)
+            whole: dict[str, Any] = {"fills_inputs": True, "decodes": decodes} if self.one_graph else {}
             loop.phase(prefill, states=loop.target_outputs, **whole)
         self.in_replay = False
 
@@ -350,7 +354,7 @@ def test_drafts(num_draft_tokens: int, refreshes: bool, full_graphs: bool, sampl
     ids=str,
 )
 def test_phases_are_counted_by_path(
-    adapter: dict[str, bool], num_draft_tokens: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapter: dict[str, Any], num_draft_tokens: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     loop = loop_on(ToyAdapter(**adapter), max(num_draft_tokens, 1))

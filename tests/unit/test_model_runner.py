@@ -73,7 +73,7 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, wrapper in wrappers.items():
         monkeypatch.setattr(Runner, name, wrapper(getattr(Runner, name)))
-    monkeypatch.setattr(model_runner.torch.cuda, "mem_get_info", iter([(500, 0), (430, 0)]).__next__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", iter([(500, 0), (430, 0)]).__next__)
 
 
 @pytest.mark.parametrize("takes_inputs", [False, True], ids=["0.26", "0.20"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def draw(logits: torch.Tensor, mapping: list[int], seed: int = 0, **flags: bool)
     """Sampled tokens and the draft logits behind them; requests are warm at odd states and greedy at even ones."""
     torch.manual_seed(seed)
     kept = torch.full((MAX_REQS, STEPS, logits.shape[1]), 55.0, device=DEVICE)
-    arguments = {"salted": True, "after_temperature": True, "fp64": False} | flags
+    arguments: dict[str, Any] = {"salted": True, "after_temperature": True, "fp64": False} | flags
     sampled = sample_with_logits(
         logits.to(DEVICE),
         torch.tensor(mapping, dtype=torch.int32, device=DEVICE),
@@ -128,7 +129,7 @@ def test_columns_of_a_draft_vocabulary(vocab: int, fp64: bool) -> None:
         torch.tensor(1, device=DEVICE),
         None,
     )
-    flags = {"salted": False, "after_temperature": True, "fp64": fp64}
+    flags: dict[str, Any] = {"salted": False, "after_temperature": True, "fp64": fp64}
     offsets = (targets - torch.arange(vocab)).to(DEVICE)
     mapped = best_tokens(sample_with_logits(logits.to(DEVICE), *arguments, **flags, offsets=offsets))
     whole = best_tokens(sample_with_logits(rows.to(DEVICE), *arguments, **flags))

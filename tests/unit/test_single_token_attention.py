@@ -130,12 +130,16 @@ def test_one_of_a_requests_tokens(position: int, length: int, width: int) -> Non
     table = torch.arange(blocks, dtype=torch.int32, device=DEVICE)[None]
     seq_lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
     turned = rotated_reference(query, positions, cos_sin)[2:3]
-    expected = single_token_attention_reference(turned, *cache, table, seq_lens - length + position + 1, 0.25)
+    expected = single_token_attention_reference(
+        turned, cache[0], cache[1], table, seq_lens - length + position + 1, 0.25
+    )
     out = torch.full_like(query, 7)
     index = torch.tensor([2], device=DEVICE)
     attention = SingleTokenAttention(6, 2, width, DEVICE)
     for _ in range(2):
-        attention(query, *cache, table, seq_lens, 0.25, out, positions=positions, cos_sin=cos_sin, index=index)
+        attention(
+            query, cache[0], cache[1], table, seq_lens, 0.25, out, positions=positions, cos_sin=cos_sin, index=index
+        )
         torch.testing.assert_close(out[2:3].float(), expected, rtol=0.01, atol=0.01)
     assert (out[[0, 1, 3]] == 7).all()
     assert not attention._arrived.any()
@@ -149,7 +153,9 @@ def test_a_row_without_a_slot_writes_nothing() -> None:
     integers = torch.ones(1, 1, dtype=torch.int32, device=DEVICE)
     out = torch.empty_like(row)
     own = row[:, :2]
-    attention(row, *cache.unbind(1), integers, integers[0] * 5, 1.0, out, own, own, torch.tensor([-1], device=DEVICE))
+    attention(
+        row, cache[:, 0], cache[:, 1], integers, integers[0] * 5, 1.0, out, own, own, torch.tensor([-1], device=DEVICE)
+    )
     assert (cache == 1).all()
     torch.testing.assert_close(out, torch.full_like(out, 0.8), rtol=0.01, atol=0.01)
 

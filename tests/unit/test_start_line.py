@@ -215,7 +215,7 @@ def test_one_rank_speaks_for_the_engine(
 
 
 def test_quantized_layers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_linear = pytest.importorskip("vllm.model_executor.layers.linear")
+    vllm_linear: Any = pytest.importorskip("vllm.model_executor.layers.linear")
     from vllm_eagle_mrv2.draft_model import linear
 
     class InSomeBits(vllm_linear.LinearMethodBase):
@@ -234,7 +234,7 @@ def test_quantized_layers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rounded_weights() -> None:
-    rounded = {"draft_weights": "fp8, 208.0 MiB less"}
+    rounded: dict[str, Any] = {"draft_weights": "fp8, 208.0 MiB less"}
     assert "draft logits none, greedy, draft weights fp8, 208.0 MiB less, active" in facts(**rounded).line()
     assert list(facts(**rounded).warnings()) == []
     for changed, part in (
