@@ -14,6 +14,7 @@ from support import Acceptance, engine, greedy, held_out_prompts, runner_of, spe
 from vllm_eagle_mrv2.draft_model import fp8, linear
 
 from .test_graphs import SIZES, TOKENS, counted_replays
+from .test_sleep import after_sleeps
 
 FP8 = {"draft_quantization": "fp8"}
 PROMPTS = held_out_prompts(48)
@@ -95,17 +96,12 @@ def test_sampled_drafts() -> None:
 def test_the_same_drafts_after_a_sleep() -> None:
     with engine("eagle_mrv2", options=FP8, compilation_config=SIZES, enable_sleep_mode=True) as llm:
         before = greedy(llm, PROMPTS[:5], TOKENS)
-        drafter, models = speculator_of(llm).drafter, (runner_of(llm).model, speculator_of(llm).model)
+        drafter = speculator_of(llm).drafter
         copied = drafter.products.view_of_head.view
-        weights = [(weight, weight.clone()) for model in models for weight in model.parameters()]
         rounded = copied.weight.clone()
-        for level in (1, 2):
-            llm.sleep(level=level)
-            llm.wake_up()
-            if level == 2:  # weights are dropped, and come back from a trainer, in place
+        for level in after_sleeps(llm):
+            if level == 2:
                 with torch.inference_mode():
-                    for weight, trained in weights:
-                        weight.copy_(trained)
                     copied.weight.view(torch.uint8).zero_()
                 drafter.renew_copied_weights()
             assert copied.weight.view(torch.uint8).equal(rounded.view(torch.uint8))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,20 @@ def head_with_a_table_of_its_own(folder: Path) -> Path:
     return head
 
 
+def after_sleeps(llm: Any) -> Iterator[int]:
+    """The levels of sleep, each after a sleep of that level; the weights are those from before."""
+    models = (runner_of(llm).model, speculator_of(llm).model)
+    weights = [(weight, weight.clone()) for model in models for weight in model.parameters()]
+    for level in (1, 2):
+        llm.sleep(level=level)
+        llm.wake_up()
+        if level == 2:  # weights are dropped, and come back from a trainer, in place
+            with torch.inference_mode():
+                for weight, trained in weights:
+                    weight.copy_(trained)
+        yield level
+
+
 @pytest.mark.skipif(release < Version("0.22"), reason="after a sleep vLLM 0.20 itself finds no block tables")
 def test_the_same_drafts_after_a_sleep(tmp_path: Path) -> None:
     prompts = held_out_prompts(5)
@@ -35,15 +51,7 @@ def test_the_same_drafts_after_a_sleep(tmp_path: Path) -> None:
         length = acceptance.length
         speculator = speculator_of(llm)
         buffers = {name: buffer.clone() for name, buffer in speculator.model.named_buffers()}
-        models = (runner_of(llm).model, speculator.model)
-        weights = [(weight, weight.clone()) for model in models for weight in model.parameters()]
-        for level in (1, 2):
-            llm.sleep(level=level)
-            llm.wake_up()
-            if level == 2:  # weights are dropped, and come back from a trainer, in place
-                with torch.inference_mode():
-                    for weight, trained in weights:
-                        weight.copy_(trained)
+        for _ in after_sleeps(llm):
             for name, buffer in speculator.model.named_buffers():
                 assert torch.equal(buffer, buffers[name]), name
             acceptance = Acceptance(llm)

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.bench import worker
+from vllm_eagle_mrv2.cli.bench import engines, worker
 from vllm_eagle_mrv2.cli.bench.engines import Comparison, EnginePair, Subject, shape_subject
 from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, print_report, to_json
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
@@ -170,6 +170,29 @@ def test_what_the_engines_are_started_with() -> None:
     assert job.arguments["max_model_len"] == 512
     assert job.arguments["gpu_memory_utilization"] == 0.42
     assert job.arguments["enable_prefix_caching"] is False
+
+
+def test_what_either_side_is_given() -> None:
+    stock, ours = comparison(options={"draft_quantization": "fp8"}, stock_speculative={"head": "fp8"}).jobs(5)
+    assert [job.speculative_config["method"] for job in (stock, ours)] == ["eagle3", "eagle_mrv2:eagle3"]
+    assert [job.speculative_config.get("head") for job in (stock, ours)] == ["fp8", None]
+    assert "additional_config" not in stock.overrides
+    assert ours.overrides["additional_config"] == {"eagle_mrv2": {"draft_quantization": "fp8"}}
+    earlier, later = comparison(before=Path("0.1.0"), stock_speculative={"head": "fp8"}).jobs(5)
+    assert earlier == later
+    assert earlier.speculative_config == ours.speculative_config
+
+
+def test_an_earlier_version_is_imported_from_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths: list[str] = []
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setattr(
+        engines, "EngineProcess", lambda module, name, variables, verbose: paths.append(variables["PYTHONPATH"])
+    )
+    compared = comparison(before=Path("installed/0.1.0"))
+    for side in (0, 1):
+        compared._process(side, "eagle_mrv2:eagle3")
+    assert paths == [f"{Path('installed/0.1.0').resolve()}:elsewhere", "elsewhere"]
 
 
 def test_a_random_eagle3_head_keeps_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ head are rounded in place.  A head that it shares with the target is copied, and
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ OPTION = "draft_quantization"
 _REMEDY = f"leave {OPTION} out"
 
 
-def quantize_layers(draft: torch.nn.Module, target: torch.nn.Module, *, head: bool = True) -> list[Any]:
+def quantize_layers(draft: torch.nn.Module, own: Mapping[str, Any], *, head: bool = True) -> list[Any]:
     """Round the weights of a draft's own linear layers, and of its own head.
 
     Args:
         draft: the loaded draft model.
-        target: the target model; layers that both have stay as they are.
+        own: its modules by name, without those of the target, which stay as they are.
         head: whether to round a head too; not one whose rows are still to be copied.
 
     Returns:
@@ -40,11 +41,9 @@ def quantize_layers(draft: torch.nn.Module, target: torch.nn.Module, *, head: bo
 
     if torch.version.hip is not None:
         raise EagleMRV2Error(f"{OPTION} multiplies on NVIDIA GPUs, and this vLLM is built for AMD's; {_REMEDY}.")
-    shared = {id(module) for module in target.modules()}
-    own = {name: module for name, module in draft.named_modules() if id(module) not in shared}
     linear = {name: layer for name, layer in own.items() if isinstance(layer, LinearBase)}
     for name, layer in linear.items():
-        if not _is_unquantized(layer):
+        if not is_unquantized(layer) or layer.weight.dim() != 2:
             method = type(layer.quant_method).__name__
             raise EagleMRV2Error(f"{OPTION} rounds a draft's weights, and {name} has its own ({method}); {_REMEDY}.")
         if not layer.weight.numel():
@@ -57,36 +56,32 @@ def quantize_layers(draft: torch.nn.Module, target: torch.nn.Module, *, head: bo
             f"{OPTION} rounds a draft's linear layers, and {type(draft).__name__} has none; {_REMEDY}."
         )
     own_head = getattr(draft, "lm_head", None)
-    if head and id(own_head) not in shared and _is_own_head(own_head, draft):
+    if head and own_head in own.values() and _has_own_rows(own_head, draft):
         layers.append(own_head)
     for layer in layers:
         quantize(layer)
     return layers
 
 
-def _is_unquantized(layer: Any) -> bool:
+def is_unquantized(layer: Any) -> bool:
+    """Whether vLLM multiplies with a layer's weights as they were loaded; an embedding's too, which may be a head."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    return type(layer.quant_method) is UnquantizedLinearMethod and layer.weight.dim() == 2
+    method = getattr(layer, "quant_method", None)
+    return type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
-def _is_own_head(head: Any, draft: torch.nn.Module) -> bool:
+def _has_own_rows(head: Any, draft: torch.nn.Module) -> bool:
     """Whether the weights of an unquantized head are not those of an embedding too."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     others = [module for module in draft.modules() if module is not head and hasattr(module, "weight")]
     return (
         isinstance(head, ParallelLMHead)
-        and _has_plain_rows(head)
+        and is_unquantized(head)
         and all(module.weight is not head.weight for module in others)
     )
-
-
-def _has_plain_rows(head: Any) -> bool:
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    return type(head.quant_method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
 
 
 def is_quantized(layer: Any) -> bool:
@@ -111,7 +106,7 @@ def quantized_copy(head: Any) -> Any:
     Raises:
         EagleMRV2Error: the weights of the head are quantized.
     """
-    if not _has_plain_rows(head):
+    if not is_unquantized(head):
         method = type(head.quant_method).__name__
         raise EagleMRV2Error(f"{OPTION} rounds the draft's head, and the target's is quantized ({method}); {_REMEDY}.")
     rounded = copy.copy(head)

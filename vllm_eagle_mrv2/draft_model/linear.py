@@ -256,12 +256,13 @@ def install(
         EagleMRV2Error: the weights cannot be made FP8.
     """
     shared = {id(module) for module in target.modules()}
-    own = [module for module in draft.modules() if id(module) not in shared]
+    named = {name: module for name, module in draft.named_modules() if id(module) not in shared}
+    own = list(named.values())
     layers = [module for module in own if _is_linear(module)]
     gated = [module for module in own if _is_gated(module)]
     head: Any = getattr(draft, "lm_head", None)  # most likely the head that the processor is given
     takes_head = logits is not None and (rounds or _is_linear(head))
-    rounded = fp8.quantize_layers(draft, target, head=not trims) if rounds else []
+    rounded = fp8.quantize_layers(draft, named, head=not trims) if rounds else []
     layers += [layer for layer in rounded if layer not in layers]
     gates = {id(mlp.gate_up_proj) for mlp in gated}
     behind = _behind_attention(own, gated)
@@ -297,16 +298,12 @@ def install(
 def _is_linear(layer: Any) -> bool:
     """Whether a layer is only a product with unquantized weights, computed by PyTorch on an NVIDIA GPU."""
     from vllm import envs
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.utils import default_unquantized_gemm, dispatch_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    method = getattr(layer, "quant_method", None)
-    # An embedding qualifies too, because it may be a model's head; a lookup uses another method.
-    if type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+    if not fp8.is_unquantized(layer):
         return False
     # From 0.30 on each layer can have its own GEMM backend.
-    product = getattr(method, "_gemm_impl", None) or dispatch_unquantized_gemm()
+    product = getattr(layer.quant_method, "_gemm_impl", None) or dispatch_unquantized_gemm()
     weight = layer.weight
     return (
         product is default_unquantized_gemm

@@ -107,16 +107,9 @@ class Comparison:
         Raises:
             CommandError: one of them does not start.
         """
-        ours = f"{METHOD}:{self.subject.family}"
-        reduced = self.options | ({"disable": self.disable} if self.disable else {})
-        if self.against_ours or self.before is not None:
-            methods, options = (ours, ours), (reduced, self.options)
-        else:
-            methods, options = (self.subject.family, ours), ({}, reduced)
+        jobs = self.jobs(k)
+        methods = [str(job.speculative_config["method"]) for job in jobs]
         with self._process(0, methods[0]) as first, self._process(1, methods[1]) as second:
-            jobs = [self.job(k, method, given) for method, given in zip(methods, options, strict=True)]
-            if methods[0] != ours:
-                jobs[0].speculative_config.update(self.stock_speculative)
             first.send(jobs[0])
             # An engine that sizes its KV cache by the free memory must start while no other engine allocates.
             alone = _FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
@@ -147,6 +140,16 @@ class Comparison:
         if side == 0 and self.before is not None:
             variables["PYTHONPATH"] = _ahead_of_path(variables, str(self.before.resolve()))
         return EngineProcess("vllm_eagle_mrv2.cli.bench.worker", self.names[side], variables, self.verbose)
+
+    def jobs(self, k: int) -> tuple[Job, Job]:
+        """The jobs of both engines."""
+        ours = f"{METHOD}:{self.subject.family}"
+        reduced = self.options | ({"disable": self.disable} if self.disable else {})
+        if self.against_ours or self.before is not None:
+            return self.job(k, ours, reduced), self.job(k, ours, self.options)
+        stock = self.job(k, self.subject.family, {})
+        stock.speculative_config.update(self.stock_speculative)
+        return stock, self.job(k, ours, reduced)
 
     def job(self, k: int, method: str, options: dict[str, Any]) -> Job:
         """The job of an engine that drafts ``k`` tokens with a method; ``options`` are those of ``eagle_mrv2``."""
