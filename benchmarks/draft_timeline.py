@@ -42,7 +42,7 @@ from unittest import mock
 from ab_time import arrive, turn
 
 from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
-from vllm_eagle_mrv2.cli.bench.shapes import Shape
+from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.engine_process import environment
 from vllm_eagle_mrv2.config.method import METHOD
 
@@ -233,7 +233,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     record_capture(found)
     record_compilations(found["compiled_s"])
     with tempfile.TemporaryDirectory() as folder:
-        subject = shape_subject(Path(folder), options.shape, options.family, options.batch)
+        subject = shape_subject(Path(folder), options.shape, options.family, token_prompts(options.batch))
         sys.path[:0] = subject.plugins.values()
         comparison = Comparison(subject=subject, overrides=options.engine)
         job = comparison.job(options.steps, method, {"disable": options.disable} if options.disable else {})

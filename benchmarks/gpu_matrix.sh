@@ -3,6 +3,7 @@
 #
 #   bash benchmarks/gpu_matrix.sh ROOT OUT tests RELEASE... [-- ARGUMENTS]       tests/gpu, every release at the same time
 #   bash benchmarks/gpu_matrix.sh ROOT OUT times RELEASE... [-- ARGUMENTS]       benchmarks/ab_time.py: engines up together, measured in turn
+#   bash benchmarks/gpu_matrix.sh ROOT OUT loads RELEASE... [-- ARGUMENTS]       benchmarks/load_times.py, likewise
 #   bash benchmarks/gpu_matrix.sh ROOT OUT timelines RELEASE... [-- ARGUMENTS]   benchmarks/draft_timeline.py, likewise
 #   bash benchmarks/gpu_matrix.sh ROOT OUT kernels RELEASE... [-- ARGUMENTS]     benchmarks/kernel_times.py; all kernels, or those named
 #
@@ -87,6 +88,7 @@ in_turn() { # script, job, folder, arguments
     --together "$participants" "$work/turns" "$@" >"$folder/$what.jsonl" 2>"$folder/log"
 }
 times() { in_turn benchmarks/ab_time.py "$@"; }
+loads() { in_turn benchmarks/load_times.py "$@"; }
 timelines() { in_turn benchmarks/draft_timeline.py "$@"; }
 kernels() { # job, folder, arguments
   local job=$1 folder=$2
@@ -94,7 +96,7 @@ kernels() { # job, folder, arguments
   on "$job" "$python" benchmarks/kernel_times.py "$@" >"$folder/$what.jsonl" 2>"$folder/log"
 }
 
-case $what in tests | times | timelines | kernels) ;; *) usage ;; esac
+case $what in tests | times | loads | timelines | kernels) ;; *) usage ;; esac
 for job in "${jobs[@]}"; do
   # Before any starts: those that take turns would wait for one that never comes.
   [[ -d $root/site-${job%% *} ]] || { printf 'error: %s has no site-%s\n' "$root" "${job%% *}" >&2; exit 2; }

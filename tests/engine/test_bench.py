@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.bench.engines import EnginePair
+from vllm_eagle_mrv2.cli.bench.engines import Engines
 from vllm_eagle_mrv2.cli.bench.types import Batch, Row
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess
 
@@ -34,16 +34,16 @@ class AsksForLess:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
     """One run of the command, and its JSON; in the batch of UNEQUAL ours generates less."""
     file = tmp_path_factory.mktemp("bench") / "bench.json"
-    compare = EnginePair.compare
+    compare = Engines.compare
 
-    def unequal(self: EnginePair, batch: int, *arguments: Any) -> Row:
+    def unequal(self: Engines, batch: int, *arguments: Any) -> Row:
         if batch == UNEQUAL:
             less: Any = AsksForLess(self.processes[1])
             self = replace(self, processes=(self.processes[0], less))
         return compare(self, batch, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EnginePair, "compare", unequal)
+        patch.setattr(Engines, "compare", unequal)
         arguments = ["-k", K, "--batch", EQUAL, UNEQUAL, "--rounds", ROUNDS, "--tokens", TOKENS, "--json", file]
         result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
     return result, json.loads(file.read_text())

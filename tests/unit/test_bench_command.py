@@ -19,16 +19,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.bench import engines, worker
-from vllm_eagle_mrv2.cli.bench.engines import Comparison, EnginePair, Subject, shape_subject
+from vllm_eagle_mrv2.cli.bench import arguments, engines, worker
+from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject, shape_subject
 from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, print_report, to_json
-from vllm_eagle_mrv2.cli.bench.shapes import Shape
+from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.bench.types import Round, Row, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.list_options import expand
 from vllm_eagle_mrv2.config.method import detect_family
 
-bench_module = importlib.import_module("vllm_eagle_mrv2.cli.bench.command")  # the package's `bench` is the function
 H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
 CPU = Started(vllm_version="0.32.0", device="cpu", device_name="cpu")
 
@@ -137,7 +136,7 @@ def test_a_drawing_of_no_known_format_is_refused_first(tmp_path: Path) -> None:
 def test_prompts_of_a_file(text: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text(text)
-    assert bench_module._read_prompts(file) == ["one", "two"]
+    assert arguments.read_prompts(file) == ["one", "two"]
 
 
 @pytest.mark.parametrize("text", ["\n", '{"prompt": "one"}\ntwo\n', '{"text": "one"}\n', '{"prompt": 1}\n'])
@@ -145,7 +144,7 @@ def test_prompts_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text(text)
     with pytest.raises(CommandError) as refused:
-        bench_module._read_prompts(file)
+        arguments.read_prompts(file)
     assert refused.value.exit_code == 2
 
 
@@ -190,13 +189,13 @@ def test_an_earlier_version_is_imported_from_its_folder(monkeypatch: pytest.Monk
         engines, "EngineProcess", lambda module, name, variables, verbose: paths.append(variables["PYTHONPATH"])
     )
     compared = comparison(before=Path("installed/0.1.0"))
-    for side in (0, 1):
-        compared._process(side, "eagle_mrv2:eagle3")
+    for name in compared.names:
+        compared._process(name, "eagle_mrv2:eagle3")
     assert paths == [f"{Path('installed/0.1.0').resolve()}:elsewhere", "elsewhere"]
 
 
 def test_a_random_eagle3_head_keeps_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = shape_subject(tmp_path, Shape.b8, "eagle3", 1)
+    subject = shape_subject(tmp_path, Shape.b8, "eagle3", [[1]])
     (name, folder), *others = subject.plugins.items()
     assert not others
     assert subject.environment({"PYTHONPATH": "elsewhere", "VLLM_PLUGINS": "eagle_mrv2"}) == {
@@ -204,7 +203,7 @@ def test_a_random_eagle3_head_keeps_its_own_rows(tmp_path: Path, monkeypatch: py
         "VLLM_PLUGINS": f"eagle_mrv2,{name}",
     }
     assert subject.environment({}) == {"PYTHONPATH": folder}
-    assert shape_subject(tmp_path, Shape.b8, "eagle", 1).environment({"PYTHONPATH": "elsewhere"}) == {}
+    assert shape_subject(tmp_path, Shape.b8, "eagle", [[1]]).environment({"PYTHONPATH": "elsewhere"}) == {}
 
     head = pytest.importorskip("vllm.model_executor.models.llama_eagle3").Eagle3LlamaForCausalLM
     monkeypatch.setattr(head, "has_own_lm_head", False, raising=False)
@@ -224,7 +223,7 @@ def test_names_of_the_sides() -> None:
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
 @pytest.mark.parametrize("shape", Shape)
 def test_shapes_are_taken_for_their_family(shape: Shape, family: str, tmp_path: Path) -> None:
-    subject = shape_subject(tmp_path, shape, family, 4)
+    subject = shape_subject(tmp_path, shape, family, token_prompts(4))
     assert subject.draft is not None
     assert detect_family(subject.draft, subject.model) == family
     assert len({tuple(prompt) for prompt in subject.prompts}) == 4
@@ -245,7 +244,7 @@ class FakeProcess:
 
 def test_the_engines_take_turns() -> None:
     asked: list[str] = []
-    pair = EnginePair(2, ("stock", "eagle_mrv2"), (FakeProcess("a", asked), FakeProcess("b", asked)), H200)  # type: ignore[arg-type]
+    pair = Engines(2, ("stock", "eagle_mrv2"), (FakeProcess("a", asked), FakeProcess("b", asked)), H200)  # type: ignore[arg-type]
     measured = pair.compare(2, 3, 64)
     assert asked == ["a 32", "b 32"] * 2 + ["b 64", "a 64", "a 64", "b 64", "b 64", "a 64"]
     assert len(measured.against) == len(measured.eagle_mrv2) == 3
@@ -283,10 +282,10 @@ def test_the_engines_share_their_cores(
 
 def fake_engines(monkeypatch: pytest.MonkeyPatch, ours: Round, fails_at: int | None = None) -> None:
     @contextmanager
-    def engines(self: Comparison, k: int) -> Iterator[EnginePair]:
+    def engines(self: Comparison, k: int) -> Iterator[Engines]:
         if k == fails_at:
             raise CommandError("the engine with stock failed: no memory", 1)
-        yield EnginePair(k, self.names, (FakeProcess("a", []), FakeProcess("b", [], ours)), H200)  # type: ignore[arg-type]
+        yield Engines(k, self.names, (FakeProcess("a", []), FakeProcess("b", [], ours)), H200)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Comparison, "engines", engines)
 

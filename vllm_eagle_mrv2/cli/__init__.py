@@ -11,6 +11,7 @@ from vllm_eagle_mrv2.cli.bench.command import bench as bench_command
 from vllm_eagle_mrv2.cli.demo.command import demo as demo_command
 from vllm_eagle_mrv2.cli.doctor.command import doctor as doctor_command
 from vllm_eagle_mrv2.cli.list_options import ListOptionsCommand
+from vllm_eagle_mrv2.cli.load.command import bench_load
 from vllm_eagle_mrv2.cli.rank_vocab import rank_vocab
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(demo_command)
 app.command()(doctor_command)
 app.command(cls=ListOptionsCommand)(bench_command)
+app.command(cls=ListOptionsCommand)(bench_load)
 app.command()(rank_vocab)
 
 

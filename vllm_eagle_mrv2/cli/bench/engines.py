@@ -1,16 +1,18 @@
-"""Two live engines that differ only in the speculator, measured in turn."""
+"""Live engines that differ only in the speculator, measured in turn."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_eagle_mrv2.cli.bench.shapes import OWN_HEAD_PLUGIN, Shape, token_prompts, write_configs, write_own_head
+from pydantic import BaseModel
+
+from vllm_eagle_mrv2.cli.bench.shapes import OWN_HEAD_PLUGIN, Shape, write_configs, write_own_head
 from vllm_eagle_mrv2.cli.bench.types import Batch, Job, Round, Row, Started
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
 from vllm_eagle_mrv2.config.method import METHOD
@@ -55,7 +57,7 @@ class Subject:
         return changed
 
 
-def shape_subject(folder: Path, shape: Shape, family: str, largest_batch: int) -> Subject:
+def shape_subject(folder: Path, shape: Shape, family: str, prompts: list[list[int]]) -> Subject:
     """A subject with random weights in a published shape; its configurations are written into ``folder``."""
     target, draft = write_configs(folder, shape, family)
     arguments = {
@@ -67,7 +69,6 @@ def shape_subject(folder: Path, shape: Shape, family: str, largest_batch: int) -
     }
     title = f"shape {shape.value}, {family}, random weights"
     plugins = {OWN_HEAD_PLUGIN: write_own_head(folder / "plugins")} if family == "eagle3" else {}
-    prompts = token_prompts(largest_batch)
     return Subject(title, target, draft, family, prompts, arguments, offline=True, plugins=plugins)
 
 
@@ -85,43 +86,58 @@ class Comparison:
     stock_speculative: dict[str, Any] = field(default_factory=dict)
     """What to add to the speculative configuration of the stock speculator."""
     disable: list[str] = field(default_factory=list)
+    acceptance: Sequence[float] = ()
+    """Share of drafts that are accepted at random up to each position, at least K of them; the model's own if empty."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """The user's own ``LLM`` arguments for both engines."""
+    """The user's own ``LLM`` arguments for all engines."""
     max_num_seqs: int = MAX_NUM_SEQS
     gpu_memory_utilization: float | None = None
     ignore_eos: bool = True
     verbose: bool = False
+    control: bool = False
+    """Start the engine to compare against twice, to see by how much two equal engines differ."""
+    worker: str = "vllm_eagle_mrv2.cli.bench.worker"
+    """The module that an engine's process runs."""
 
     @property
-    def names(self) -> tuple[str, str]:
-        """The names of the two sides."""
+    def names(self) -> tuple[str, ...]:
+        """The names of the engines."""
+        against, ours = self._names
+        return (against, f"{against} again", ours) if self.control else (against, ours)
+
+    @property
+    def _names(self) -> tuple[str, str]:
         if self.before is not None:
             return (f"{METHOD} of {self.before.name}", METHOD)
         reduced = f"{METHOD} without {', '.join(self.disable)}" if self.disable else METHOD
         return (reduced, METHOD) if self.against_ours else ("stock", reduced)
 
     @contextmanager
-    def engines(self, k: int) -> Iterator[EnginePair]:
-        """Two live engines that draft ``k`` tokens.
+    def engines(self, k: int) -> Iterator[Engines]:
+        """The live engines, which draft ``k`` tokens.
 
         Raises:
             CommandError: one of them does not start.
         """
-        jobs = self.jobs(k)
-        methods = [str(job.speculative_config["method"]) for job in jobs]
-        with self._process(0, methods[0]) as first, self._process(1, methods[1]) as second:
-            first.send(jobs[0])
+        jobs, started = self.jobs(k), []
+        with ExitStack() as stack:
+            processes = [
+                stack.enter_context(self._process(name, str(job.speculative_config["method"])))
+                for name, job in zip(self.names, jobs, strict=True)
+            ]
             # An engine that sizes its KV cache by the free memory must start while no other engine allocates.
             alone = _FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
-            started = first.receive() if alone else None
-            second.send(jobs[1])
-            started = started or first.receive()
-            second.receive()
-            pair = EnginePair(k, self.names, (first, second), Started.model_validate(started))
-            if pair.started.device != "cpu":
-                self._share_cores(first, second)
-            yield pair
-            for process in (first, second):
+            for process, job in zip(processes, jobs, strict=True):
+                process.send(job)
+                if alone:
+                    started.append(process.receive())
+            if not alone:
+                started = [process.receive() for process in processes]
+            engines = Engines(k, self.names, tuple(processes), Started.model_validate(started[0]))
+            if engines.started.device != "cpu":
+                self._share_cores(*processes)
+            yield engines
+            for process in processes:
                 process.finish()
 
     def _share_cores(self, *engines: EngineProcess) -> None:
@@ -134,22 +150,23 @@ class Comparison:
         for engine in engines:
             engine.keep_to(cores)
 
-    def _process(self, side: int, method: str) -> EngineProcess:
+    def _process(self, name: str, method: str) -> EngineProcess:
         variables = environment(method, **({"HF_HUB_OFFLINE": "1"} if self.subject.offline else {}))
         variables |= self.subject.environment(variables)
-        if side == 0 and self.before is not None:
+        if name != METHOD and self.before is not None:
             variables["PYTHONPATH"] = _ahead_of_path(variables, str(self.before.resolve()))
-        return EngineProcess("vllm_eagle_mrv2.cli.bench.worker", self.names[side], variables, self.verbose)
+        return EngineProcess(self.worker, name, variables, self.verbose)
 
-    def jobs(self, k: int) -> tuple[Job, Job]:
-        """The jobs of both engines."""
+    def jobs(self, k: int) -> tuple[Job, ...]:
+        """The jobs of the engines."""
         ours = f"{METHOD}:{self.subject.family}"
         reduced = self.options | ({"disable": self.disable} if self.disable else {})
         if self.against_ours or self.before is not None:
-            return self.job(k, ours, reduced), self.job(k, ours, self.options)
-        stock = self.job(k, self.subject.family, {})
-        stock.speculative_config.update(self.stock_speculative)
-        return stock, self.job(k, ours, reduced)
+            against, last = self.job(k, ours, reduced), self.job(k, ours, self.options)
+        else:
+            against, last = self.job(k, self.subject.family, {}), self.job(k, ours, reduced)
+            against.speculative_config.update(self.stock_speculative)
+        return (against, against, last) if self.control else (against, last)
 
     def job(self, k: int, method: str, options: dict[str, Any]) -> Job:
         """The job of an engine that drafts ``k`` tokens with a method; ``options`` are those of ``eagle_mrv2``."""
@@ -157,12 +174,15 @@ class Comparison:
         speculative = {**overrides.pop("speculative_config", {}), "method": method, "num_speculative_tokens": k}
         if self.subject.draft is not None:
             speculative["model"] = self.subject.draft
+        if self.acceptance:
+            speculative["rejection_sample_method"] = "synthetic"
+            speculative["synthetic_acceptance_rates"] = list(self.acceptance[:k])
         if options:
             overrides["additional_config"] = {**overrides.get("additional_config", {}), OPTIONS_KEY: options}
         fixed = _FIXED_KV_CACHE in self.subject.arguments
         arguments = {
             "max_num_seqs": self.max_num_seqs,
-            "gpu_memory_utilization": self.gpu_memory_utilization or (0.1 if fixed else 0.42),
+            "gpu_memory_utilization": self.gpu_memory_utilization or (0.1 if fixed else 0.84 / len(self.names)),
             "enable_prefix_caching": False,  # or a round would reuse the prefills of the previous one
             "disable_log_stats": False,
             "seed": 0,
@@ -179,28 +199,44 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class EnginePair:
-    """Two live engines: first the one to compare against, then ``eagle_mrv2``."""
+class Engines:
+    """Live engines: first the one to compare against, last ``eagle_mrv2``."""
 
     k: int
-    names: tuple[str, str]
-    processes: tuple[EngineProcess, EngineProcess]
+    names: tuple[str, ...]
+    processes: tuple[EngineProcess, ...]
     started: Started
 
     def compare(
         self, batch: int, rounds: int, max_tokens: int, on_round: Callable[[int], None] = lambda done: None
     ) -> Row:
-        """Measure a batch size: each engine once a round, alternating which goes first, while the other idles.
+        """Measure a batch size with two engines.
 
         Raises:
             CommandError: an engine failed.
         """
         for process in 2 * self.processes:
             process.ask(Batch(size=batch, max_tokens=min(max_tokens, WARM_UP_TOKENS)))
-        taken: tuple[list[Round], list[Round]] = ([], [])
-        for number in range(rounds):
-            for side in (0, 1) if number % 2 else (1, 0):
-                measured = self.processes[side].ask(Batch(size=batch, max_tokens=max_tokens))
-                taken[side].append(Round.model_validate(measured))
-            on_round(number + 1)
-        return Row(k=self.k, batch=batch, names=self.names, against=taken[0], eagle_mrv2=taken[1])
+        jobs = rounds * [Batch(size=batch, max_tokens=max_tokens)]
+        against, ours = ([Round.model_validate(one) for one in taken] for taken in self.in_turn(jobs, on_round))
+        first, last = self.names
+        return Row(k=self.k, batch=batch, names=(first, last), against=against, eagle_mrv2=ours)
+
+    def in_turn(
+        self, jobs: Sequence[BaseModel], on_round: Callable[[int], None] = lambda done: None
+    ) -> list[list[Any]]:
+        """The answers of each engine to each job: every round a job, of each engine while the others idle.
+
+        The order alternates, so that no engine always goes first.
+
+        Raises:
+            CommandError: an engine failed.
+        """
+        answers: list[list[Any]] = [[] for _ in self.processes]
+        order = list(range(len(self.processes)))
+        for number, job in enumerate(jobs, start=1):
+            order.reverse()
+            for place in order:
+                answers[place].append(self.processes[place].ask(job))
+            on_round(number)
+        return answers

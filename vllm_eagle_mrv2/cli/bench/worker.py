@@ -61,7 +61,7 @@ class BenchEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         engine, clock = self._llm.llm_engine, time.perf_counter
-        before = read_counters(self._llm)
+        before = read_counters()
         # The scheduler waits until it has all requests.  Otherwise every round would schedule them into different
         # batches, and in half precision the batch shape decides near-ties.
         self._llm.sleep(level=0)
@@ -74,7 +74,7 @@ class BenchEngine:
             outputs = engine.step()
             steps.append((clock(), outputs))
         seconds = clock() - began
-        return Round(seconds=seconds, **counted_since(before, self._llm), **_read_steps(steps, began, batch.size))
+        return Round(seconds=seconds, **counted_since(before), **_read_steps(steps, began, batch.size))
 
     def _check_length(self, longest: int, max_tokens: int) -> None:
         limit = self._llm.model_config.max_model_len

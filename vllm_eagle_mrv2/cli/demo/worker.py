@@ -41,11 +41,11 @@ def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
     )
     _generate(llm, job.prompts, min(job.max_tokens, WARM_UP_TOKENS), lambda tokens: None)
     on_progress(0)
-    before = read_counters(llm)
+    before = read_counters()
     began = time.perf_counter()
     outputs, iterations = _generate(llm, job.prompts, job.max_tokens, on_progress)
     seconds = time.perf_counter() - began
-    counted = counted_since(before, llm)
+    counted = counted_since(before)
     return Measurement(
         vllm_version=vllm.__version__,
         device=current_platform.device_type,

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""``vllm-eagle-mrv2 bench-load --shape`` for several releases on one GPU, as JSON lines for benchmarks/gpu_result.py.
+
+    python3 benchmarks/load_times.py --shape 8b --family eagle3 --steps 3 --concurrency 1 8 32 64
+
+Prints one JSON object per number of requests in flight: the medians of both engines, and the gain of eagle_mrv2 over
+stock in tokens a second, as median, lowest and highest over neighbouring rounds.  ``--control`` starts a second engine
+with stock's method and adds how far it is from the first.  ``--setting TEXT`` records what is special about a line.
+
+Starting engines takes longer than measuring them: ``--together N FOLDER``, as in benchmarks/ab_time.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ab_time import arrive, turn
+
+from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
+from vllm_eagle_mrv2.cli.bench.shapes import Shape
+from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.load.command import ACCEPTANCE, WORKER
+from vllm_eagle_mrv2.cli.load.report import row_to_json
+from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
+
+
+def line_of(row: LoadRow, options: argparse.Namespace, version: str) -> dict[str, Any]:
+    """A row in the format of benchmarks/results."""
+    found = row_to_json(row)
+    sampled = options.temperature and f"temperature {options.temperature:g}, top_p {options.top_p:g}"
+    setting = ", ".join(filter(None, [options.setting, sampled]))
+    gain = row.gain(-1)
+    return {
+        "vllm": version,
+        "shape": options.shape.value,
+        "method": options.family,
+        "k": row.k,
+        "concurrency": row.level.concurrency,
+        **({"setting": setting} if setting else {}),
+        "gain": [round(one, 4) for one in gain],
+        **({} if row.noise is None else {"control": [round(one, 4) for one in row.gain(1)]}),
+        "medians": {
+            name: {metric: round(value, 3) for metric, value in figures.items()}
+            for name, figures in found["medians"].items()
+        },
+        "rounds": len(row.rounds[0]),
+    }
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
+    parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
+    parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, help="a round")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engines, as JSON")
+    parser.add_argument("--option", type=json.loads, default={}, help="options of eagle_mrv2, as JSON")
+    parser.add_argument("--stock", type=json.loads, default={}, help="for stock's speculative configuration, as JSON")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="``pip install --no-deps --target FOLDER``")
+    parser.add_argument("--control", action="store_true")
+    parser.add_argument("--setting")
+    parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"))
+    options = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    traffic = Traffic(temperature=options.temperature, top_p=options.top_p, requests=options.requests)
+    with tempfile.TemporaryDirectory() as folder:
+        comparison = Comparison(
+            subject=shape_subject(Path(folder), options.shape, options.family, random_prompts((128, 1024))),
+            before=options.before,
+            options=options.option,
+            stock_speculative=options.stock,
+            acceptance=ACCEPTANCE,
+            overrides=options.engine,
+            max_num_seqs=max(options.concurrency),
+            verbose=True,
+            control=options.control,
+            worker=WORKER,
+        )
+        try:
+            with comparison.engines(options.steps) as engines, turn(options.together):
+                for concurrency in options.concurrency:
+                    row = measure(engines, Level(concurrency=concurrency), traffic, options.rounds)
+                    print(json.dumps(line_of(row, options, engines.started.vllm_version)), flush=True)
+        except CommandError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        finally:
+            if options.together:
+                arrive(options.together)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""``vllm-eagle-mrv2 bench-load``: measures the stock speculator and ``eagle_mrv2`` under continuous load.
+
+Requests come and go, so most iterations mix prefills with decodes, as on a server.  All engines are live and take turns
+with the same requests (`cli.bench.engines`).  Two of them are stock's: a difference that is not larger than theirs is
+no difference (`cli.load.types`).
+
+Exit codes: 0, every row has a verdict; 1, two engines of the same kind differ too much in one, or an engine failed; 2,
+the bench could not be started as asked.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_eagle_mrv2.cli.bench import arguments
+from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison
+from vllm_eagle_mrv2.cli.bench.types import Started
+from vllm_eagle_mrv2.cli.demo.pair import require_vllm
+from vllm_eagle_mrv2.cli.errors import CommandError, print_error
+from vllm_eagle_mrv2.cli.load.report import PLAIN_WIDTH, LoadReport, draw, print_report, to_json
+from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
+from vllm_eagle_mrv2.cli.progress import Track, progress
+
+WORKER = "vllm_eagle_mrv2.cli.load.worker"
+ACCEPTANCE = (0.75, 0.55, 0.40, 0.30, 0.22, 0.16, 0.12)
+"""Share of random drafts that are accepted up to each position."""
+_ROUNDS, _ROUNDS_ON_CPU = 5, 2
+
+
+def bench_load(
+    context: typer.Context,
+    model: arguments.Model = None,
+    draft: arguments.Draft = None,
+    family: arguments.HeadFamily = None,
+    shape: arguments.RandomShape = None,
+    k: arguments.DraftTokens = [3],  # noqa: B006
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests in flight, each replaced as it ends: 1 8 64 (default 8).")
+    ] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(min=0.001, help="Requests a second, however many are in flight: 2 4 8.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="Measurements of each engine (default 5; on a CPU 2).")
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests a round (default 4 for each in flight, at least 12; 30 s at a rate)."),
+    ] = None,
+    prompt_tokens: Annotated[tuple[int, int], typer.Option(help="Length of random prompts, from and to.")] = (
+        128,
+        1024,
+    ),
+    output_tokens: Annotated[tuple[int, int], typer.Option(help="Tokens to generate, from and to.")] = (64, 256),
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 samples greedily.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0)] = 1.0,
+    acceptance: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Have drafts accepted at random, this share up to each position: .7 .5 .4 (default: "
+            "for --shape one that falls from .75, else the model's own).",
+        ),
+    ] = None,
+    option: arguments.Options = "{}",
+    engine: arguments.EngineArguments = "{}",
+    control: Annotated[
+        bool, typer.Option(help="Start a second engine with stock's method, to see what a difference is worth.")
+    ] = True,
+    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End texts at their end of sequence.")] = False,
+    prompts: arguments.Prompts = None,
+    max_model_len: arguments.MaxModelLen = None,
+    gpu_memory_utilization: arguments.GpuMemory = None,
+    json_output: arguments.JsonOutput = None,
+    plot: arguments.Plot = None,
+    verbose: arguments.Verbose = False,
+) -> None:
+    """Measure eagle_mrv2 against the stock speculator under load: throughput, latencies, and whether they differ.
+
+    Requests with prompts and outputs of mixed lengths come and go; live engines take turns with the same ones.
+    """
+    errors = Console(stderr=True)
+    try:
+        require_vllm()
+        arguments.check_outputs(json_output, plot)
+        levels = [Level(concurrency=one) for one in concurrency or ([] if rate else [8])]
+        levels += [Level(rate=one) for one in rate or []]
+        with tempfile.TemporaryDirectory() as folder:
+            comparison = Comparison(
+                subject=arguments.subject_of(
+                    Path(folder), model, draft, family, shape, prompts, max_model_len, random_prompts(prompt_tokens)
+                ),
+                options=arguments.method_options(option, []),
+                acceptance=acceptance or (ACCEPTANCE if shape is not None else ()),
+                overrides=arguments.json_object("--engine", engine),
+                max_num_seqs=max(MAX_NUM_SEQS, *(level.concurrency or 0 for level in levels)),
+                gpu_memory_utilization=gpu_memory_utilization,
+                ignore_eos=not stop_at_eos,
+                verbose=verbose,
+                control=control,
+                worker=WORKER,
+            )
+            traffic = Traffic(output_tokens, temperature, top_p, requests)
+            with progress(errors, live=not verbose, quiet=False) as track:
+                report = _run(comparison, k, levels, traffic, rounds, track)
+    except CommandError as error:
+        if json_output == "-":
+            typer.echo(json.dumps({"error": str(error)}))
+        print_error(errors, error)
+        raise typer.Exit(error.exit_code) from None
+    _show(report, context.params, json_output, plot)
+    if report.error:
+        print_error(errors, report.error)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _run(
+    comparison: Comparison, ks: list[int], levels: list[Level], traffic: Traffic, rounds: int | None, track: Track
+) -> LoadReport:
+    """Measure every K and level; if an engine fails, the rows measured before it are kept.
+
+    Raises:
+        CommandError: an engine failed before any row was measured.
+    """
+    rows: list[LoadRow] = []
+    started: Started | None = None
+    failed: str | None = None
+    try:
+        for k in ks:
+            track(f"K={k}, start of the engines", 1)
+            with comparison.engines(k) as engines:
+                started = engines.started
+                how_often = rounds or (_ROUNDS_ON_CPU if started.device == "cpu" else _ROUNDS)
+                for level in levels:
+                    on_round = track(f"K={k}, {level}", how_often)
+                    rows.append(measure(engines, level, traffic, how_often, on_round))
+    except CommandError as error:
+        if started is None or not rows:
+            raise
+        failed = str(error)
+    assert started is not None
+    return LoadReport(
+        title=comparison.subject.title, versions=arguments.versions(), started=started, rows=rows, error=failed
+    )
+
+
+def _show(report: LoadReport, options: dict[str, Any], json_output: str | None, plot: Path | None) -> None:
+    text = json.dumps(to_json(report) | {"options": options}, indent=1, default=str)
+    if json_output == "-":
+        typer.echo(text)
+    else:
+        console = Console()
+        print_report(report, console if console.is_terminal else Console(width=PLAIN_WIDTH))
+        if json_output:
+            Path(json_output).write_text(text + "\n", encoding="utf-8")
+    if plot:
+        draw(report, plot)

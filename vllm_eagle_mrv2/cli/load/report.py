@@ -1,0 +1,150 @@
+"""The results of a load bench as a table, as JSON and as a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from vllm_eagle_mrv2.cli.bench.types import Started
+from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
+from vllm_eagle_mrv2.cli.on_cpu import TIMES_MEAN_NOTHING
+
+PLAIN_WIDTH = 180
+
+
+class LoadReport(BaseModel):
+    """All rows of a run, with the machine and models that they were measured on."""
+
+    title: str
+    versions: dict[str, str | None]
+    started: Started
+    rows: list[LoadRow]
+    error: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row allows a verdict."""
+        return self.error is None and all(row.decided for row in self.rows)
+
+
+def to_json(report: LoadReport) -> dict[str, Any]:
+    """The report as JSON, with every round."""
+    return {
+        "title": report.title,
+        "versions": {"vllm": report.started.vllm_version, **report.versions},
+        "device": report.started.device,
+        "device_name": report.started.device_name,
+        "passed": report.passed,
+        "error": report.error,
+        "rows": [row_to_json(row) | {"rounds": _rounds(row)} for row in report.rows],
+    }
+
+
+def row_to_json(row: LoadRow) -> dict[str, Any]:
+    """A row without its single rounds."""
+    others = range(1, len(row.names))
+    return {
+        "k": row.k,
+        **{name: value for name, value in row.level._asdict().items() if value is not None},
+        "medians": {name: row.medians(place) for place, name in enumerate(row.names)},
+        "gain": {row.names[place]: row.gain(place)._asdict() for place in others},
+        "decided_by": row.decisive,
+        "noise": row.noise,
+        "verdict": row.verdict,
+    }
+
+
+def _rounds(row: LoadRow) -> dict[str, Any]:
+    return {name: [one.model_dump() for one in rounds] for name, rounds in zip(row.names, row.rounds, strict=True)}
+
+
+def print_report(report: LoadReport, console: Console) -> None:
+    """Print the table, with a verdict for each K and level of load."""
+    started = report.started
+    console.print(f"vLLM {started.vllm_version} on {started.device_name}: {report.title}", highlight=False)
+    table = Table(title="Medians over the rounds; milliseconds", title_justify="left")
+    for heading in ("K", "load", "method"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("tokens/s", "token", "first token", "first p99", "gap p99", "accepted", "gain"):
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("verdict", overflow="fold")
+    for row in report.rows:
+        for place, name in enumerate(row.names):
+            last = place == len(row.names) - 1
+            gain = str(row.gain(place)) if place else ""
+            table.add_row(
+                str(row.k),
+                str(row.level),
+                name,
+                *_cells(row.medians(place)),
+                gain,
+                row.verdict if last else "",
+                end_section=last,
+            )
+    console.print(table)
+    console.print(
+        f"gain over {report.rows[0].names[0]}, the median over neighbouring rounds (lowest-highest): in tokens a "
+        "second, at a fixed rate in time per output token",
+        style="dim",
+        highlight=False,
+    )
+    if started.device == "cpu":
+        console.print(TIMES_MEAN_NOTHING, style="bold")
+
+
+def _cells(figures: dict[str, float]) -> tuple[str, ...]:
+    return (
+        f"{figures['tokens_per_second']:.1f}",
+        f"{figures['tpot_p50_ms']:.2f}",
+        f"{figures['ttft_p50_ms']:.1f}",
+        f"{figures['ttft_p99_ms']:.1f}",
+        f"{figures['gap_p99_ms']:.1f}",
+        f"{figures['accepted_length']:.2f}",
+    )
+
+
+def draw(report: LoadReport, path: Path) -> None:
+    """Plot throughput and gain by level of load, one colour for each K.
+
+    Args:
+        path: output file; its extension selects the format, as in matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    throughput, gains = figure.subplots(1, 2)
+    levels: list[Level] = list(dict.fromkeys(row.level for row in report.rows))
+    for number, k in enumerate(sorted({row.k for row in report.rows})):
+        rows = [row for row in report.rows if row.k == k]
+        at, color = [levels.index(row.level) for row in rows], f"C{number}"
+        for engine, line, label in ((0, "--", None), (-1, "-", f"K={k}")):
+            speeds = [row.medians(engine)["tokens_per_second"] for row in rows]
+            throughput.plot(at, speeds, line, marker="o", color=color, label=label)
+        for place, row in zip(at, rows, strict=True):
+            middle, low, high = row.gain(-1)
+            gains.errorbar(place, middle, yerr=[[middle - low], [high - middle]], capsize=3, color=color)
+            if row.noise is not None:
+                gains.bar(place, 2 * row.noise, width=0.5, bottom=1 - row.noise, color="lightgrey", zorder=0)
+        gains.plot(at, [row.gain(-1).median for row in rows], "o", color=color, label=f"K={k}")
+    gains.axhline(1, color="grey", linewidth=0.8)
+    throughput.set_ylabel("tokens a second")
+    throughput.set_ylim(bottom=0)
+    gains.set_ylabel("gain (lowest to highest); grey: two equal engines")
+    for axes in (throughput, gains):
+        axes.set_xticks(range(len(levels)), [str(level) for level in levels])
+        axes.legend()
+    warning = "; on a CPU these times mean nothing" if report.started.device == "cpu" else ""
+    names = report.rows[0].names
+    figure.suptitle(
+        f"{report.title}\nvLLM {report.started.vllm_version}, {report.started.device_name}{warning}\n"
+        f"dashed: {names[0]}; solid: {names[-1]}",
+        fontsize="medium",
+        wrap=True,
+    )
+    figure.savefig(path, dpi=150)

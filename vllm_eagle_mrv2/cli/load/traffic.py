@@ -1,0 +1,77 @@
+"""The requests that make a level of load, and the measurement of live engines with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_eagle_mrv2.cli.bench.engines import Engines
+from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
+from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request
+
+_FEWEST, _FOR_EACH_IN_FLIGHT, _SECONDS_OF_A_RATE = 12, 4, 30
+_SPECIAL_TOKENS = 10
+_PROMPTS = 256
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What requests ask for."""
+
+    output_tokens: tuple[int, int] = (64, 256)
+    """Fewest and most tokens to generate; each request draws its number."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    requests: int | None = None
+    """Requests a round; None for as many as the level needs (`requests_of`)."""
+
+    def requests_of(self, level: Level) -> int:
+        """How many requests make a round of a level."""
+        if self.requests is not None:
+            return max(self.requests, 2 * (level.concurrency or 1))
+        many = level.rate * _SECONDS_OF_A_RATE if level.rate else _FOR_EACH_IN_FLIGHT * (level.concurrency or 1)
+        return max(_FEWEST, round(many))
+
+    def load(self, level: Level, seed: int) -> Load:
+        """A round of a level, always the same for a seed; in an open loop requests arrive as a Poisson process."""
+        draw, arrives, requests = random.Random(seed), 0.0, []
+        first = draw.randrange(_PROMPTS)
+        for number in range(self.requests_of(level)):
+            requests.append(
+                Request(
+                    prompt=first + number,
+                    max_tokens=draw.randint(*self.output_tokens),
+                    seed=draw.randrange(1, 2**31),
+                    arrives=arrives,
+                )
+            )
+            arrives += draw.expovariate(level.rate or 1.0)
+        return Load(requests=requests, concurrency=level.concurrency, temperature=self.temperature, top_p=self.top_p)
+
+
+def random_prompts(tokens: tuple[int, int]) -> list[list[int]]:
+    """Prompts of random token ids, for models with random weights.
+
+    Args:
+        tokens: fewest and most tokens of a prompt.
+    """
+    draw = random.Random(0)
+    return [
+        [draw.randrange(_SPECIAL_TOKENS, VOCABULARY) for _ in range(draw.randint(*tokens))] for _ in range(_PROMPTS)
+    ]
+
+
+def measure(
+    engines: Engines, level: Level, traffic: Traffic, rounds: int, on_round: Callable[[int], None] = lambda done: None
+) -> LoadRow:
+    """Measure live engines at a level of load, in turn, after one round that does not count.
+
+    Raises:
+        CommandError: an engine failed.
+    """
+    engines.in_turn([traffic.load(level, seed=0)])
+    loads = [traffic.load(level, seed) for seed in range(1, rounds + 1)]
+    taken = engines.in_turn(loads, on_round)
+    measured = [[LoadRound.model_validate(one) for one in answers] for answers in taken]
+    return LoadRow(k=engines.k, level=level, names=engines.names, rounds=measured)
