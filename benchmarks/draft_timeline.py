@@ -15,6 +15,9 @@ phase.  All times are medians over the iterations, in microseconds unless noted:
   second half, and ``get_output``, which waits for the GPU;
 * ``host_functions_us``: the functions with the most own time on the host, under Python's profiler, which slows down all
   of them;
+``--mixed`` profiles requests of mixed lengths that come and go, ``--batch`` of them in flight, with drafts accepted at
+random: ``mixed`` has the figures of iterations that prefill a request too, ``decodes`` those of all others.
+
 * ``compiled_s``: seconds for each Triton kernel that the engine's own thread compiled, with this package's kernels by
   variant.  vLLM 0.33 compiles several kernels at a time; the time of each then includes the others.
 """
@@ -28,6 +31,7 @@ import importlib
 import json
 import os
 import pstats
+import random
 import statistics
 import sys
 import tempfile
@@ -41,9 +45,11 @@ from unittest import mock
 
 from ab_time import arrive, turn
 
-from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
+from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.engine_process import environment
+from vllm_eagle_mrv2.cli.load.command import ACCEPTANCE
+from vllm_eagle_mrv2.cli.load.traffic import random_prompts
 from vllm_eagle_mrv2.config.method import METHOD
 
 MARKER = "spin_kernel"
@@ -84,24 +90,47 @@ def phases_of(events: list[Event]) -> list[list[Event]]:
                 phases.append([])
         elif inside:
             phases[-1].append(event)
-    return [phase for phase in phases if phase]
+    return phases
 
 
-def summary(events: list[Event]) -> dict[str, Any]:
-    """Medians over the iterations except those at both ends, and the kernels of the middle iteration."""
-    phases = phases_of(events)[3:-3]
+def summary(events: list[Event], prefills: list[bool]) -> dict[str, Any]:
+    """The figures of the iterations except those at both ends, apart for those that prefill a request.
+
+    Args:
+        events: of the GPU, sorted by start.
+        prefills: for each draft phase, whether its batch has a prefill.
+    """
+    phases = phases_of(events)
+    assert len(phases) == len(prefills), (len(phases), len(prefills))
+    found = [(phase, mixed) for phase, mixed in zip(phases, prefills, strict=True) if phase][3:-3]
+    iterations = [(a, b) for (a, _), (b, _) in pairwise(found)]
+    kinds = {
+        kind: [one for one, (_, mixed) in zip(iterations, found[1:], strict=True) if mixed is wanted]
+        for kind, wanted in (("mixed", True), ("decodes", False))
+    }
+    figures = {kind: figures_of(events, ones) for kind, ones in kinds.items() if ones}
+    return figures if "mixed" in figures else figures["decodes"]
+
+
+def figures_of(events: list[Event], pairs: list[tuple[list[Event], list[Event]]]) -> dict[str, Any]:
+    """Medians over iterations, and the kernels of the middle one.
+
+    Args:
+        pairs: the events of the previous draft phase and of the iteration's own.
+    """
+    phases = [phase for _, phase in pairs]
     spans = [phase[-1].end - phase[0].start for phase in phases]
     working = [busy(phase) for phase in phases]
     example = phases[len(phases) // 2]
-    iterations = [[event for event in events if a[0].start <= event.start < b[0].start] for a, b in pairwise(phases)]
-    before = [*iterations[len(phases) // 2 - 1], example[0]]
+    iterations = [[event for event in events if a[0].start <= event.start < b[0].start] for a, b in pairs]
+    before = [*iterations[len(phases) // 2], example[0]]
     kernels: dict[str, list[int]] = {}
     for event in example:
         kernels.setdefault(event.name[:NAME_LENGTH], []).append(event.end - event.start)
     return {
         "iterations": len(phases),
         "iteration_busy_us": statistics.median(map(busy, iterations)) / 1e3,
-        "iteration_us": statistics.median(b[0].start - a[0].start for a, b in pairwise(phases)) / 1e3,
+        "iteration_us": statistics.median(b[0].start - a[0].start for a, b in pairs) / 1e3,
         "phase_us": statistics.median(spans) / 1e3,
         "busy_us": statistics.median(working) / 1e3,
         "idle_share": round(1 - statistics.median(b / s for b, s in zip(working, spans, strict=True)), 4),
@@ -205,19 +234,23 @@ def host_times(runner: Any, output: Any, generate: Callable[[], Any]) -> dict[st
     return {"host_us": host, "host_functions_us": dict(most)}
 
 
-def mark_phases(speculator: Any) -> None:
-    """Put a marker kernel before and after each draft phase."""
+def mark_phases(speculator: Any, num_draft_tokens: int) -> list[bool]:
+    """Put a marker kernel before and after each draft phase; return a list of whether each batch has a prefill."""
     import torch
 
     propose = speculator.propose
+    prefills: list[bool] = []
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        most = int(input_batch.num_scheduled_tokens[: input_batch.num_reqs].max())
+        prefills.append(most > num_draft_tokens + 1)
         torch.cuda._sleep(1)
-        drafts = propose(*args, **kwargs)
+        drafts = propose(input_batch, *args, **kwargs)
         torch.cuda._sleep(1)
         return drafts
 
     speculator.propose = marked
+    return prefills
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -233,9 +266,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     record_capture(found)
     record_compilations(found["compiled_s"])
     with tempfile.TemporaryDirectory() as folder:
-        subject = shape_subject(Path(folder), options.shape, options.family, token_prompts(options.batch))
+        prompts = random_prompts((128, 1024))[: 4 * options.batch] if options.mixed else token_prompts(options.batch)
+        subject = shape_subject(Path(folder), options.shape, options.family, prompts)
         sys.path[:0] = subject.plugins.values()
-        comparison = Comparison(subject=subject, overrides=options.engine)
+        comparison = Comparison(
+            subject=subject,
+            overrides=options.engine,
+            max_num_seqs=options.batch if options.mixed else MAX_NUM_SEQS,
+            acceptance=ACCEPTANCE if options.mixed else (),
+        )
         job = comparison.job(options.steps, method, {"disable": options.disable} if options.disable else {})
         began = time.perf_counter()
         llm = vllm.LLM(
@@ -245,17 +284,28 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
     async_utils: Any = importlib.import_module("vllm.v1.worker.gpu.async_utils")
-    params = vllm.SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True, detokenize=False)
-    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in job.prompts[: options.batch]]
+    draw = random.Random(0)
+    params = [
+        vllm.SamplingParams(
+            temperature=0.0,
+            max_tokens=draw.randint(options.tokens // 2, options.tokens) if options.mixed else options.tokens,
+            ignore_eos=True,
+            detokenize=False,
+            seed=number + 1,
+        )
+        for number in range(len(prompts))
+    ]
+    inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
 
     def generate() -> None:
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate(inputs, params, use_tqdm=False)
 
     with turn(options.together):
         generate()
         found |= host_times(runner, async_utils.AsyncOutput, generate)
-        mark_phases(runner.speculator)
+        prefills = mark_phases(runner.speculator, options.steps)
         generate()
+        prefills.clear()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             generate()
             torch.cuda.synchronize()
@@ -268,10 +318,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     about = {
         "vllm": vllm.__version__,
         "method": options.method,
-        **{name: getattr(options, name) for name in ("family", "steps", "batch", "disable")},
+        **{name: getattr(options, name) for name in ("family", "steps", "batch", "mixed", "disable")},
         "shape": options.shape.value,
     }
-    return about | found | summary(events)
+    return about | found | summary(events, prefills)
 
 
 def main() -> None:
@@ -283,6 +333,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--mixed", action="store_true", help="requests that come and go")
     parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"), help="as in benchmarks/ab_time.py")

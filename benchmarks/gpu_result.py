@@ -1,7 +1,9 @@
-"""Writes the results of one release on a GPU into benchmarks/results/h200-vllm-X.Y.Z.json.
+"""Writes the results of one release on a GPU into benchmarks/results/h200-vllm-X.Y.Z.json, or of another card.
 
     python benchmarks/gpu_result.py 0.26.0 --reports gpu-0.26.0.xml --times times.jsonl --date 2026-11-21 \
         --commit d0f8278 --command 'pytest tests/gpu' [--note TEXT]
+
+``--card H100`` names another card than H200.
 
 The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties.  If a test is in
 several reports, the last one counts, so an interrupted run can be continued.  A test counts as not run if other
@@ -136,6 +138,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version")
+    parser.add_argument("--card", default="H200")
     parser.add_argument("--reports", type=Path, nargs="+", default=[])
     parser.add_argument("--times", type=Path, nargs="+", default=[])
     parser.add_argument("--date", required=True, help="a file's is that of its tests")
@@ -144,14 +147,14 @@ def main() -> None:
     parser.add_argument("--versions", nargs="+", metavar="NAME=VERSION")
     parser.add_argument("--note", action="append", default=[])
     options = parser.parse_args()
-    target = RESULTS / f"h200-vllm-{options.version}.json"
+    target = RESULTS / f"{options.card.lower()}-vllm-{options.version}.json"
     known = json.loads(target.read_text()) if target.exists() else {}
     if not (known or options.reports):
         parser.error(f"{target.name} does not exist yet, and begins with tests; give --reports.")
     versions = dict(one.split("=", 1) for one in options.versions or VERSIONS)
     empty: dict[str, Any] = {
         "vllm": options.version,
-        "where": "H200",
+        "where": options.card,
         "date": options.date,
         "commit": options.commit,
         "command": [],

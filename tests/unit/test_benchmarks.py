@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from scripts import BENCHMARKS, script
 
+from vllm_eagle_mrv2.cli.load.types import Level, LoadRound, LoadRow
+
 
 def machine_with(tmp_path: Path, python: str, *jobs: str, **environment: str) -> subprocess.Popen[str]:
     """benchmarks/gpu_matrix.sh at the times of jobs, on 0.26.0 alone and with a shell script for Python."""
@@ -102,6 +104,49 @@ def test_a_line_says_what_is_special_about_it(given: dict[str, Any], said: dict[
     assert {key: line[key] for key in ("setting", "without", "before") if key in line} == said
 
 
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        ({}, None),
+        ({"setting": "FP8"}, "FP8"),
+        ({"temperature": 0.7}, "temperature 0.7, top_p 1"),
+        ({"setting": "FP8", "temperature": 1.0, "top_p": 0.9}, "FP8, temperature 1, top_p 0.9"),
+    ],
+)
+@pytest.mark.parametrize("control", [True, False])
+def test_a_line_of_a_load(given: dict[str, Any], setting: str | None, control: bool) -> None:
+    load_times = script("load_times")
+
+    def rounds(*speeds: int) -> list[LoadRound]:
+        figures = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "gap_p99_ms", "accepted_length")
+        return [LoadRound(seconds=3.0, num_tokens=speed, **dict.fromkeys(figures, 2 / 3)) for speed in speeds]
+
+    again = [rounds(99, 101, 100)] if control else []
+    row = LoadRow(
+        k=7,
+        level=Level(concurrency=8),
+        names=("stock", "stock again", "eagle_mrv2") if control else ("stock", "eagle_mrv2"),
+        rounds=[rounds(100, 100, 100), *again, rounds(110, 120, 100)],
+    )
+    plain = {"shape": load_times.Shape.b1, "family": "eagle", "setting": None, "temperature": 0.0, "top_p": 1.0}
+    line = load_times.line_of(row, SimpleNamespace(**plain | given), "0.26.0")
+    assert line.pop("setting", None) == setting
+    assert line.pop("control", None) == ([1, 0.99, 1.01] if control else None)
+    medians = line.pop("medians")
+    assert tuple(medians) == row.names
+    assert medians["eagle_mrv2"] == dict.fromkeys(medians["stock"], 0.667) | {"tokens_per_second": 36.667}
+    assert line == {
+        "vllm": "0.26.0",
+        "shape": "1b",
+        "method": "eagle",
+        "k": 7,
+        "concurrency": 8,
+        "gain": [1.1, 1, 1.2],
+        "rounds": 3,
+    }
+    assert json.dumps(line)
+
+
 def test_what_the_host_does_in_an_iteration() -> None:
     class Speculator:
         def propose(self) -> None:
@@ -143,27 +188,49 @@ def test_what_the_host_does_in_an_iteration() -> None:
     assert Output.get_output is get_output
 
 
-def test_what_a_timeline_says() -> None:
-    timeline = script("draft_timeline")
-    events = []
-    for iteration in range(8):
-        at = iteration * 1_000_000
+def timeline_of(prefills: list[bool]) -> list[Any]:
+    """The events of iterations of 1 ms; those that prefill draft for 50 us more."""
+    event = script("draft_timeline").Event
+    return [
+        event(iteration * 1_000_000 + start, iteration * 1_000_000 + end, name)
+        for iteration, prefill in enumerate(prefills)
         for start, end, name in (
             (0, 500_000, "verify"),
             (510_000, 511_000, "spin_kernel(long)"),
             (520_000, 620_000, "draft"),
             (590_000, 600_000, "beside"),
-            (640_000, 720_000, "draft"),
-            (730_000, 731_000, "spin_kernel(long)"),
-        ):
-            events.append(timeline.Event(at + start, at + end, name))
-    found = timeline.summary(events)
+            (640_000, 770_000 if prefill else 720_000, "draft"),
+            (780_000, 781_000, "spin_kernel(long)"),
+        )
+    ]
+
+
+def test_what_a_timeline_says() -> None:
+    found = script("draft_timeline").summary(timeline_of([False] * 9), [False] * 9)
     assert found["iterations"] == 2
     assert (found["phase_us"], found["busy_us"], found["idle_share"]) == (200.0, 180.0, 0.1)
     assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
     assert found["kernels"] == {"draft": {"count": 2, "us": 180.0}, "beside": {"count": 1, "us": 10.0}}
     assert found["largest_gaps_us"] == [40.0, -30.0]
-    assert found["iteration_gaps_us"][:2] == [(269.0, "spin_kernel(long)", "verify"), (20.0, "draft", "draft")]
+    assert found["iteration_gaps_us"][:2] == [
+        (219.0, "spin_kernel(long)", "verify"),
+        (60.0, "draft", "spin_kernel(long)"),
+    ]
+
+
+def test_iterations_that_prefill_are_apart() -> None:
+    timeline = script("draft_timeline")
+    prefills = [False, False, False, False, True, False, True, True, False, True, True, True]
+    events = timeline_of(prefills)
+    nothing_drafted = [timeline.Event(at, at + 1, "spin_kernel(long)") for at in (-20, -10)]
+    found = timeline.summary(nothing_drafted + events, [True, *prefills])
+    assert found.keys() == {"mixed", "decodes"}
+    mixed, decodes = found["mixed"], found["decodes"]
+    assert (mixed["iterations"], mixed["phase_us"], mixed["busy_us"]) == (3, 250.0, 230.0)
+    assert (decodes["iterations"], decodes["phase_us"], decodes["busy_us"]) == (2, 200.0, 180.0)
+    assert mixed["kernels"]["draft"] == {"count": 2, "us": 230.0}
+    with pytest.raises(AssertionError):  # a phase too many
+        timeline.summary(events, [True, *prefills])
 
 
 def test_what_a_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,6 +386,25 @@ def test_a_head_of_its_own_is_rounded_in_place() -> None:
     assert fp8.bytes_saved(draft.fc) == draft.fc.weight.numel() * 3 - 4 * HIDDEN
 
 
+def test_a_head_that_vllm_has_rounded_stays_with_it() -> None:
+    """By its own option, from 0.33 on; its scales have the name of ours."""
+
+    class Rounded:
+        def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return nn.functional.linear(x, dequantized(layer.weight, layer.weight_scale, x.dtype))
+
+    target = Target()
+    head = target.lm_head
+    values, scales = quantized(head.weight.data)
+    head.weight, head.weight_scale = (nn.Parameter(one, requires_grad=False) for one in (values, scales))
+    head.quant_method = Rounded()
+    draft = Draft(target)
+    states = inputs(3)[1]
+    exact = draft.compute_logits(states)
+    linear.install(draft, target, DraftLogits.of(draft, target, local=True))
+    assert draft.compute_logits(states).equal(exact)
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_a_head_of_another_dtype_is_not_rounded(own: bool) -> None:
     """vLLM would multiply with its values, without their scales."""

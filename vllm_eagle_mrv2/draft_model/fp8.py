@@ -85,8 +85,8 @@ def _has_own_rows(head: Any, draft: torch.nn.Module) -> bool:
 
 
 def is_quantized(layer: Any) -> bool:
-    """Whether `quantize` has rounded a layer's weights."""
-    return SCALE in layer._parameters
+    """Whether `quantize` has rounded a layer's weights; vLLM's own FP8 layers have scales of the same name."""
+    return hasattr(layer, "rounded_from")
 
 
 @torch.inference_mode()

@@ -4,14 +4,16 @@ Requests come and go, so most iterations mix prefills with decodes, as on a serv
 with the same requests (`cli.bench.engines`).  Two of them are stock's: a difference that is not larger than theirs is
 no difference (`cli.load.types`).
 
-Exit codes: 0, every row has a verdict; 1, two engines of the same kind differ too much in one, or an engine failed; 2,
-the bench could not be started as asked.
+Exit codes: 0, every row has a verdict, or its control was left out; 1, in one two engines of the same kind differ too
+much or a round was too short, or an engine failed; 2, the bench could not be started as asked.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,6 +94,10 @@ def bench_load(
     try:
         require_vllm()
         arguments.check_outputs(json_output, plot)
+        shares = acceptance or (ACCEPTANCE if shape is not None else ())
+        _check_shares(shares, max(k))
+        _check_range("--prompt-tokens", *prompt_tokens)
+        _check_range("--output-tokens", *output_tokens)
         levels = [Level(concurrency=one) for one in concurrency or ([] if rate else [8])]
         levels += [Level(rate=one) for one in rate or []]
         with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +106,7 @@ def bench_load(
                     Path(folder), model, draft, family, shape, prompts, max_model_len, random_prompts(prompt_tokens)
                 ),
                 options=arguments.method_options(option, []),
-                acceptance=acceptance or (ACCEPTANCE if shape is not None else ()),
+                acceptance=shares,
                 overrides=arguments.json_object("--engine", engine),
                 max_num_seqs=max(MAX_NUM_SEQS, *(level.concurrency or 0 for level in levels)),
                 gpu_memory_utilization=gpu_memory_utilization,
@@ -121,6 +127,18 @@ def bench_load(
     if report.error:
         print_error(errors, report.error)
     raise typer.Exit(0 if report.passed else 1)
+
+
+def _check_shares(shares: Sequence[float], k: int) -> None:
+    if shares and len(shares) < k:
+        raise CommandError(f"-k {k} needs --acceptance with as many shares, not {len(shares)}.", 2)
+    if any(after > before for before, after in pairwise(shares)):
+        raise CommandError("--acceptance: no share may be larger than the one before it.", 2)
+
+
+def _check_range(option: str, fewest: int, most: int) -> None:
+    if not 1 <= fewest <= most:
+        raise CommandError(f"{option} {fewest} {most}: give the smaller number first, and at least 1.", 2)
 
 
 def _run(

@@ -11,6 +11,7 @@ from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
 from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request
 
 _FEWEST, _FOR_EACH_IN_FLIGHT, _SECONDS_OF_A_RATE = 12, 4, 30
+_FEWEST_TO_MEASURE = 3  # one that only fills the engine, one whose end is measured, one that is sent when it ends
 _SPECIAL_TOKENS = 10
 _PROMPTS = 256
 
@@ -29,7 +30,7 @@ class Traffic:
     def requests_of(self, level: Level) -> int:
         """How many requests make a round of a level."""
         if self.requests is not None:
-            return max(self.requests, 2 * (level.concurrency or 1))
+            return max(self.requests, 2 * (level.concurrency or 1), _FEWEST_TO_MEASURE)
         many = level.rate * _SECONDS_OF_A_RATE if level.rate else _FOR_EACH_IN_FLIGHT * (level.concurrency or 1)
         return max(_FEWEST, round(many))
 

@@ -69,11 +69,11 @@ class LoadRound(BaseModel):
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens per second, over all requests."""
-        return self.num_tokens / self.seconds
+        return self.num_tokens / self.seconds if self.seconds else 0.0
 
 
 class Spread(NamedTuple):
-    """The median, the lowest and the highest of several values."""
+    """The median, the lowest and the highest of several values; 0 without values."""
 
     median: float
     lowest: float
@@ -81,7 +81,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
+        return cls(statistics.median(values), min(values), max(values)) if values else cls(0.0, 0.0, 0.0)
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.lowest:.3f}-{self.highest:.3f})"
@@ -108,9 +108,14 @@ class LoadRow(BaseModel):
     def gain(self, engine: int, metric: Metric | None = None) -> Spread:
         """How many times better an engine is than the first, over neighbouring rounds; above 1 it is better."""
         metric = metric or self.decisive
-        pairs = zip(self.rounds[0], self.rounds[engine], strict=True)
-        ratios = [getattr(mine, metric) / getattr(theirs, metric) for theirs, mine in pairs]
+        figures = ([getattr(one, metric) for one in self.rounds[place]] for place in (0, engine))
+        ratios = [mine / theirs for theirs, mine in zip(*figures, strict=True) if theirs and mine]
         return Spread.of(ratios if metric == "tokens_per_second" else [1 / ratio for ratio in ratios])
+
+    @property
+    def measured(self) -> bool:
+        """Whether the load was steady for long enough in every round."""
+        return all(getattr(one, self.decisive) for rounds in self.rounds for one in rounds)
 
     @property
     def noise(self) -> float | None:
@@ -120,6 +125,8 @@ class LoadRow(BaseModel):
     @property
     def verdict(self) -> str:
         """What the row shows, in a few words."""
+        if not self.measured:
+            return "none: a round was too short, raise --requests or --output-tokens"
         if self.noise is None:
             return "no control"
         if self.noise > AGREEMENT:
@@ -131,5 +138,5 @@ class LoadRow(BaseModel):
 
     @property
     def decided(self) -> bool:
-        """Whether two engines of the same kind agree well enough for a verdict."""
-        return self.noise is None or self.noise <= AGREEMENT
+        """Whether every round was measured, and two engines of the same kind agree well enough for a verdict."""
+        return self.measured and (self.noise is None or self.noise <= AGREEMENT)

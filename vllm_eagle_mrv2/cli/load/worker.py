@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -110,7 +109,7 @@ class LoadEngine:
 
 
 def read_round(served: Sequence[Served], in_flight: int, accepted_length: float) -> LoadRound:
-    """The figures of a round while the load was steady.
+    """The figures of a round while the load was steady; 0 where that was too short to have any.
 
     Args:
         served: all requests, in the order in which they were sent.
@@ -127,7 +126,7 @@ def read_round(served: Sequence[Served], in_flight: int, accepted_length: float)
         num_tokens=sum(new for _, new in steady),
         ttft_p50_ms=percentile(firsts, 50) * 1e3,
         ttft_p99_ms=percentile(firsts, 99) * 1e3,
-        tpot_p50_ms=1e3 * statistics.median(map(time_per_output_token, ended)),
+        tpot_p50_ms=percentile([time_per_output_token(one) for one in ended], 50) * 1e3,
         gap_p99_ms=percentile(gaps, 99) * 1e3,
         accepted_length=accepted_length,
     )

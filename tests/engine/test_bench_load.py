@@ -1,0 +1,72 @@
+"""``vllm-eagle-mrv2 bench-load`` on the demo pair: three live engines of this machine's vLLM."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_eagle_mrv2.cli import app
+from vllm_eagle_mrv2.cli.load.types import MEDIANS
+
+pytestmark = pytest.mark.engine
+
+K, CONCURRENCY, REQUESTS, ROUNDS = 2, 3, 8, 2
+FEWEST, MOST = 6, 12  # tokens of a request
+SHARES = (0.7, 0.4)
+NAMES = ("stock", "stock again", "eagle_mrv2")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
+    """One run of the command, and its JSON."""
+    file = tmp_path_factory.mktemp("load") / "load.json"
+    load = ["--concurrency", CONCURRENCY, "--requests", REQUESTS, "--output-tokens", FEWEST, MOST, "--rounds", ROUNDS]
+    result = CliRunner().invoke(
+        app, ["bench-load", *map(str, [*load, "-k", K, "--acceptance", *SHARES, "--json", file])]
+    )
+    assert file.exists(), result.output
+    return result, json.loads(file.read_text())
+
+
+def test_measures_three_engines(finished: tuple[Any, dict[str, Any]]) -> None:
+    (row,) = finished[1]["rows"]
+    assert (row["k"], row["concurrency"], row["decided_by"]) == (K, CONCURRENCY, "tokens_per_second")
+    assert tuple(row["rounds"]) == tuple(row["medians"]) == NAMES
+    for name in NAMES:
+        assert row["medians"][name].keys() == set(MEDIANS)
+        assert len(row["rounds"][name]) == ROUNDS
+        for measured in row["rounds"][name]:
+            # Without the requests in flight at either end.
+            assert 0 < measured["num_tokens"] <= (REQUESTS - 1) * MOST
+            assert measured["tokens_per_second"] == pytest.approx(measured["num_tokens"] / measured["seconds"])
+            assert 0 < measured["ttft_p50_ms"] <= measured["ttft_p99_ms"]
+            assert measured["tpot_p50_ms"] > 0
+            assert measured["gap_p99_ms"] > 0
+    for name in NAMES[1:]:
+        gain = row["gain"][name]
+        assert 0 < gain["lowest"] <= gain["median"] <= gain["highest"]
+    assert row["noise"] == pytest.approx(abs(row["gain"]["stock again"]["median"] - 1))
+
+
+def test_all_engines_accept_the_same(finished: tuple[Any, dict[str, Any]]) -> None:
+    """Acceptance at random follows the seeds of the requests."""
+    (row,) = finished[1]["rows"]
+    stock, again, ours = ([one["accepted_length"] for one in row["rounds"][name]] for name in NAMES)
+    assert stock == again == ours
+    assert all(1 < length < K + 1 for length in stock)
+
+
+def test_says_what_it_found(finished: tuple[Any, dict[str, Any]]) -> None:
+    result, found = finished
+    (row,) = found["rows"]
+    assert result.exit_code == (0 if found["passed"] else 1), result.output
+    assert found["error"] is None
+    assert found["passed"] is not row["verdict"].startswith("none")
+    assert row["verdict"] in " ".join(result.stdout.split())
+    assert found["versions"].keys() == {"vllm", "eagle_mrv2", "python", "torch", "triton"}
+    assert found["versions"]["vllm"] in result.stdout
+    assert found["options"]["output_tokens"] == [FEWEST, MOST]
+    assert ("mean nothing" in result.stdout) is (found["device"] == "cpu")

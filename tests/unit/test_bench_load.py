@@ -1,0 +1,530 @@
+"""The bench under load without an engine: its options, its requests, its figures, its verdict, and what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import statistics
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from vllm_eagle_mrv2.cli import app
+from vllm_eagle_mrv2.cli.bench import engines
+from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject
+from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
+from vllm_eagle_mrv2.cli.bench.types import Started
+from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.load.command import ACCEPTANCE, WORKER
+from vllm_eagle_mrv2.cli.load.report import LoadReport, draw, print_report, to_json
+from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request, Spread
+from vllm_eagle_mrv2.cli.load.worker import LoadEngine, Served, read_round
+
+H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
+CPU = Started(vllm_version="0.32.0", device="cpu", device_name="cpu")
+EIGHT = Level(concurrency=8)
+NAMES = ("stock", "stock again", "eagle_mrv2")
+TOO_SHORT = "none: a round was too short, raise --requests or --output-tokens"
+
+
+def taken(num_tokens: int = 200, **changed: float) -> LoadRound:
+    """Two steady seconds."""
+    figures = {
+        "seconds": 2.0,
+        "ttft_p50_ms": 20.0,
+        "ttft_p99_ms": 30.0,
+        "tpot_p50_ms": 8.0,
+        "gap_p99_ms": 40.0,
+        "accepted_length": 2.5,
+    }
+    return LoadRound(num_tokens=num_tokens, **figures | changed)
+
+
+def empty() -> LoadRound:
+    return taken(0, seconds=0.0, tpot_p50_ms=0.0, gap_p99_ms=0.0)
+
+
+def row(*rounds: list[LoadRound], level: Level = EIGHT, k: int = 3) -> LoadRow:
+    """Of stock, of the control if there are three, and of ours."""
+    return LoadRow(k=k, level=level, names=NAMES if len(rounds) == 3 else NAMES[::2], rounds=list(rounds))
+
+
+def fast(*tokens: int) -> list[LoadRound]:
+    return [taken(one) for one in tokens]
+
+
+def report(*rows: LoadRow, started: Started = H200) -> LoadReport:
+    return LoadReport(title="a pair", versions={"torch": "2"}, started=started, rows=list(rows))
+
+
+# Options
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Comparison, k: int) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(Comparison, "engines", refuse)
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--acceptance", ".7", ".4"], "-k 3 needs --acceptance with as many shares, not 2."),
+        (["-k", "2", "4", "--acceptance", ".7", ".4", ".2"], "-k 4 needs --acceptance with as many shares, not 3."),
+        (["--shape", "1b", "-k", "8"], "-k 8 needs --acceptance with as many shares, not 7."),
+        (["--acceptance", ".7", ".4", ".5"], "no share may be larger than the one before it"),
+        (["--acceptance", "1.5"], "Invalid value for '--acceptance'"),
+        (["--output-tokens", "20", "10"], "--output-tokens 20 10: give the smaller number first"),
+        (["--prompt-tokens", "20", "10"], "--prompt-tokens 20 10: give the smaller number first"),
+        (["--output-tokens", "0", "10"], "at least 1"),
+        (["--output-tokens", "20"], "requires 2 arguments"),
+        (["--concurrency", "0"], "Invalid value for '--concurrency'"),
+        (["--rate", "0"], "Invalid value for '--rate'"),
+        (["--rounds", "1"], "Invalid value for '--rounds'"),
+        (["--shape", "1b", "--model", "x"], "--shape has random weights"),
+        (["--draft", "x"], "--draft and --family mtp need --model"),
+        (["--engine", "{"], "--engine is not JSON"),
+        (["--option", '{"draft_logits_dtype": "int8"}'], "draft_logits_dtype"),
+        (["--json", "no/such/folder.json"], "no such folder"),
+        (["--batch", "1"], "No such option"),
+        (["3"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_usage_starts_no_engine(arguments: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(app, ["bench-load", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.output.split())
+
+
+class FakeProcess:
+    """Answers every load with the same round, and notes what it was asked."""
+
+    def __init__(self, name: str, asked: list[tuple[str, Load]], answer: LoadRound | None = None) -> None:
+        self._name, self._asked, self._answer = name, asked, answer or taken()
+
+    def ask(self, load: Load) -> Any:
+        self._asked.append((self._name, load))
+        return self._answer.model_dump()
+
+
+def live(k: int, names: tuple[str, ...], answers: Sequence[LoadRound], asked: list[Any], started: Started) -> Engines:
+    processes: Any = tuple(FakeProcess(name, asked, answer) for name, answer in zip(names, answers, strict=True))
+    return Engines(k, names, processes, started)
+
+
+class Fakes:
+    """What the command asked of engines that never started."""
+
+    def __init__(self) -> None:
+        self.comparisons: list[Comparison] = []
+        self.asked: list[tuple[str, Load]] = []
+
+
+def fake_engines(
+    monkeypatch: pytest.MonkeyPatch,
+    again: LoadRound,
+    ours: LoadRound,
+    fails_at: int | None = None,
+    started: Started = H200,
+) -> Fakes:
+    fakes = Fakes()
+
+    @contextmanager
+    def start(self: Comparison, k: int) -> Iterator[Engines]:
+        if k == fails_at:
+            raise CommandError("the engine with stock failed: no memory", 1)
+        fakes.comparisons.append(self)
+        answers = [taken(), again, ours] if self.control else [taken(), ours]
+        yield live(k, self.names, answers, fakes.asked, started)
+
+    monkeypatch.setattr(Comparison, "engines", start)
+    return fakes
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["bench-load", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("given", "levels"),
+    [
+        ([], ["8 in flight"]),
+        (["--concurrency", "1", "64"], ["1 in flight", "64 in flight"]),
+        (["--rate", "2", "0.5"], ["2/s", "0.5/s"]),
+        (["--rate", "2", "--concurrency", "4"], ["4 in flight", "2/s"]),
+    ],
+)
+def test_levels_of_load(given: list[str], levels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engines(monkeypatch, taken(), taken())
+    rows = json.loads(run(*given, "--json", "-").stdout)["rows"]
+    assert [str(Level(one.get("concurrency"), one.get("rate"))) for one in rows] == levels
+
+
+def test_what_the_options_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = fake_engines(monkeypatch, taken(), taken())
+    sampling = ["--temperature", ".5", "--top-p", ".9", "--output-tokens", "3", "4", "--requests", "200"]
+    run("--concurrency", "8", "100", "--acceptance", ".5", ".5", ".2", "--stop-at-eos", *sampling)
+    (given,) = fakes.comparisons
+    assert (given.control, given.ignore_eos, given.worker) == (True, False, WORKER)
+    assert (given.max_num_seqs, list(given.acceptance)) == (100, [0.5, 0.5, 0.2])
+    load = fakes.asked[0][1]
+    assert (load.concurrency, load.temperature, load.top_p, len(load.requests)) == (8, 0.5, 0.9, 200)
+    assert {one.max_tokens for one in load.requests} == {3, 4}
+
+
+def test_random_weights_accept_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = fake_engines(monkeypatch, taken(), taken())
+    run("--shape", "1b", "--prompt-tokens", "5", "6", "--no-control")
+    run()
+    random, trained = fakes.comparisons
+    assert (random.acceptance, trained.acceptance) == (ACCEPTANCE, ())
+    assert (random.control, trained.control) == (False, True)
+    assert {len(prompt) for prompt in random.subject.prompts} == {5, 6}
+    assert (random.max_num_seqs, random.ignore_eos) == (64, True)
+
+
+@pytest.mark.parametrize(("started", "given", "rounds"), [(H200, [], 5), (CPU, [], 2), (CPU, ["--rounds", "3"], 3)])
+def test_how_many_rounds(started: Started, given: list[str], rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engines(monkeypatch, taken(), taken(), started=started)
+    (only,) = json.loads(run(*given, "--json", "-").stdout)["rows"]
+    assert {name: len(each) for name, each in only["rounds"].items()} == dict.fromkeys(NAMES, rounds)
+
+
+# Requests
+
+
+def test_a_load_is_the_same_for_a_seed() -> None:
+    traffic, level = Traffic(output_tokens=(5, 9)), Level(concurrency=4)
+    assert traffic.load(level, 1) == traffic.load(level, 1)
+    one, other = traffic.load(level, 1).requests, traffic.load(level, 2).requests
+    assert one != other
+    assert not {request.seed for request in one} & {request.seed for request in other}
+    assert {request.max_tokens for request in one + other} == {5, 6, 7, 8, 9}
+    assert [b.prompt - a.prompt for a, b in pairwise(one)] == [1] * (len(one) - 1)
+    assert one[0].prompt != other[0].prompt
+
+
+def test_requests_arrive_as_a_poisson_process() -> None:
+    load = Traffic(requests=4000).load(Level(rate=5.0), 1)
+    assert load.concurrency is None
+    arrivals = [request.arrives for request in load.requests]
+    gaps = [after - before for before, after in pairwise(arrivals)]
+    assert arrivals[0] == 0
+    assert min(gaps) > 0
+    assert statistics.mean(gaps) == pytest.approx(1 / 5, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(1 / 5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "requests"),
+    [
+        (None, Level(concurrency=1), 12),
+        (None, Level(concurrency=8), 32),
+        (None, Level(rate=0.1), 12),
+        (None, Level(rate=4.0), 120),
+        (50, Level(concurrency=8), 50),
+        (50, Level(concurrency=32), 64),
+        (50, Level(rate=4.0), 50),
+        (1, Level(concurrency=1), 3),
+        (1, Level(rate=4.0), 3),
+    ],
+)
+def test_requests_of_a_round(given: int | None, level: Level, requests: int) -> None:
+    traffic = Traffic(requests=given)
+    assert traffic.requests_of(level) == requests
+    assert len(traffic.load(level, 1).requests) == requests
+
+
+def test_random_prompts() -> None:
+    prompts = random_prompts((3, 7))
+    assert prompts == random_prompts((3, 7))
+    assert {len(prompt) for prompt in prompts} == {3, 4, 5, 6, 7}
+    assert all(0 < token < VOCABULARY for prompt in prompts for token in prompt)
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+
+
+# Engines
+
+
+def comparison(**changed: Any) -> Comparison:
+    subject = Subject("a pair", "target", "head", "eagle3", ["text"], {"max_model_len": 512})
+    return Comparison(subject=subject, **changed)
+
+
+def test_the_control_is_a_second_engine_with_stock() -> None:
+    compared = comparison(control=True, acceptance=(0.7, 0.5, 0.4), options={"draft_quantization": "fp8"})
+    assert compared.names == NAMES
+    stock, again, ours = compared.jobs(2)
+    assert again == stock
+    assert [job.speculative_config["method"] for job in (stock, ours)] == ["eagle3", "eagle_mrv2:eagle3"]
+    assert ours.overrides["additional_config"] == {"eagle_mrv2": {"draft_quantization": "fp8"}}
+    assert "additional_config" not in stock.overrides
+    for job in (stock, ours):
+        assert job.speculative_config["rejection_sample_method"] == "synthetic"
+        assert job.speculative_config["synthetic_acceptance_rates"] == [0.7, 0.5]
+        assert job.arguments["gpu_memory_utilization"] == pytest.approx(0.28)
+    assert comparison(control=True, gpu_memory_utilization=0.2).jobs(2)[1].arguments["gpu_memory_utilization"] == 0.2
+    assert "rejection_sample_method" not in comparison().jobs(2)[0].speculative_config
+
+
+def test_the_process_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "EngineProcess", lambda module, name, *_: (module, name))
+    process: Any = comparison(worker=WORKER)._process("stock", "eagle3")
+    assert process == (WORKER, "stock")
+
+
+def test_three_engines_take_turns() -> None:
+    asked: list[tuple[str, Load]] = []
+    names = ("a", "b", "c")
+    answers = fast(100, 200, 300)
+    done: list[int] = []
+    measured = measure(live(2, names, answers, asked, H200), Level(concurrency=2), Traffic(), 3, done.append)
+    assert "".join(name for name, _ in asked) == "cba" + "cba" + "abc" + "cba"
+    loads = [load for _, load in asked]
+    assert all(load == loads[3 * (place // 3)] for place, load in enumerate(loads))
+    assert len({load.model_dump_json() for load in loads}) == 4
+    assert measured == LoadRow(k=2, level=Level(concurrency=2), names=names, rounds=[[one] * 3 for one in answers])
+    assert done == [1, 2, 3]
+
+
+def serve(load: Load, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int], list[Served]]:
+    """The prompts as they were sent, how many requests were in flight then, and all requests."""
+    engine = LoadEngine.__new__(LoadEngine)
+    prompts: list[int] = []
+    in_flight: list[int] = []
+    running = 0
+
+    async def generate(load: Load, request: Request, served: list[Served]) -> None:
+        nonlocal running
+        served.append(Served(asyncio.get_running_loop().time()))
+        running += 1
+        prompts.append(request.prompt)
+        in_flight.append(running)
+        await asyncio.sleep(request.max_tokens / 1000)
+        running -= 1
+
+    monkeypatch.setattr(engine, "_generate", generate)
+    return prompts, in_flight, asyncio.run(engine._serve(load))
+
+
+def test_each_request_that_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Traffic(output_tokens=(1, 30), requests=10).load(Level(concurrency=3), 1)
+    prompts, in_flight, _ = serve(load, monkeypatch)
+    assert prompts == [request.prompt for request in load.requests]
+    assert in_flight == [1, 2] + [3] * 8
+
+
+def test_requests_at_a_rate_do_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [Request(prompt=number, max_tokens=400, seed=1, arrives=number / 20) for number in range(5)]
+    load = Load(requests=requests, concurrency=None, temperature=0, top_p=1)
+    prompts, in_flight, served = serve(load, monkeypatch)
+    assert (prompts, in_flight) == ([0, 1, 2, 3, 4], [1, 2, 3, 4, 5])
+    assert served[4].sent - served[0].sent > 0.1
+
+
+def test_what_a_request_asks_for() -> None:
+    pytest.importorskip("vllm")
+    asked: list[tuple[Any, Any, str]] = []
+
+    class Engine:
+        async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+            asked.append((prompt, params, request_id))
+            for tokens in ([], [1], [2, 3]):
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
+
+    engine = LoadEngine.__new__(LoadEngine)
+    given: Any = {"_engine": Engine(), "_prompts": ["text", [7, 8]], "_ignore_eos": True, "_rounds": 4}
+    vars(engine).update(given)
+    requests = [Request(prompt=2 + place, max_tokens=5 + place, seed=11 + place, arrives=0) for place in range(2)]
+    served = asyncio.run(engine._serve(Load(requests=requests, concurrency=1, temperature=0.5, top_p=0.9)))
+    assert [prompt for prompt, _, _ in asked] == ["text", {"prompt_token_ids": [7, 8]}]
+    assert len({request_id for _, _, request_id in asked}) == 2
+    for params, request in zip((params for _, params, _ in asked), requests, strict=True):
+        assert (params.seed, params.max_tokens) == (request.seed, request.max_tokens)
+        assert (params.temperature, params.top_p, params.ignore_eos) == (0.5, 0.9, True)
+    for one in served:
+        assert [new for _, new in one.outputs] == [1, 2]
+        assert one.sent <= one.outputs[0][0] <= one.outputs[1][0]
+
+
+# Figures
+
+
+def test_filling_and_emptying_the_engine_counts_for_nothing() -> None:
+    """Two in flight: the third request is sent at 10 s, the last one at 14 s."""
+    served = [
+        Served(0.0, [(1.0, 1), (10.0, 1)]),
+        Served(0.0, [(9.0, 1), (11.0, 2), (13.0, 1)]),
+        Served(10.0, [(10.5, 1), (12.0, 3), (14.0, 2)]),
+        Served(13.0, [(13.25, 1), (15.0, 1)]),
+        Served(14.0, [(15.0, 1), (27.0, 3)]),
+    ]
+    found = read_round(served, in_flight=2, accepted_length=2.0)
+    assert (found.seconds, found.num_tokens, found.tokens_per_second) == (4.0, 3 + 6 + 1, 2.5)
+    assert (found.ttft_p50_ms, found.ttft_p99_ms) == (500, 1000)
+    assert found.tpot_p50_ms == pytest.approx(700)  # 5 tokens in 3.5 s; the other that ended took longer
+    assert found.gap_p99_ms == 2000
+    assert found.accepted_length == 2
+
+
+def test_a_steady_time_in_which_nothing_ends() -> None:
+    served = [Served(0.0, [(9.0, 1), (10.0, 1)]), Served(1.0, [(2.0, 1), (9.0, 1)]), Served(3.0, [(9.0, 1)])]
+    found = read_round(served, in_flight=1, accepted_length=1.0)
+    assert (found.num_tokens, found.tpot_p50_ms, found.gap_p99_ms) == (1, 0, 0)
+    assert read_round(served[:2], in_flight=1, accepted_length=1.0).tokens_per_second == 0
+
+
+def test_the_gain_is_the_median_over_neighbours() -> None:
+    measured = row(fast(100, 200, 400), fast(110, 260, 400))
+    assert measured.gain(-1) == pytest.approx(Spread(1.1, 1.0, 1.3))
+    assert str(measured.gain(-1)) == "1.100 (1.000-1.300)"
+    assert measured.gain(-1, "tpot_p50_ms") == (1, 1, 1)
+    assert measured.medians(-1)["tokens_per_second"] == 130
+
+
+@pytest.mark.parametrize(
+    ("rounds", "noise", "verdict"),
+    [
+        ((fast(100, 100), fast(110, 110)), None, "no control"),
+        ((fast(100, 100), fast(101, 101), fast(110, 110)), 0.01, "10.0% better"),
+        ((fast(100, 100), fast(99, 99), fast(90, 90)), 0.01, "10.0% worse"),
+        ((fast(1000, 1000), fast(985, 985), fast(1010, 1010)), 0.015, "no difference"),
+        ((fast(1000, 1000), fast(1015, 1015), fast(990, 990)), 0.015, "no difference"),
+        ((fast(100, 100), fast(100, 106), fast(150, 150)), 0.03, "none: two engines with stock differ by 3.0%"),
+        ((fast(100, 100), fast(97, 97), fast(150, 150)), 0.03, "none: two engines with stock differ by 3.0%"),
+    ],
+)
+def test_the_verdict(rounds: tuple[list[LoadRound], ...], noise: float | None, verdict: str) -> None:
+    measured = row(*rounds)
+    assert measured.noise == (noise if noise is None else pytest.approx(noise))
+    assert measured.verdict == verdict
+    assert measured.decided is not verdict.startswith("none")
+    assert report(measured).passed is measured.decided
+
+
+def test_at_a_rate_the_time_per_token_decides() -> None:
+    stock, again, ours = (
+        [taken(tokens, tpot_p50_ms=tpot)] * 2 for tokens, tpot in ((100, 10.0), (100, 10.1), (50, 8.0))
+    )
+    measured = row(stock, again, ours, level=Level(rate=4.0))
+    assert measured.decisive == "tpot_p50_ms"
+    assert measured.gain(-1).median == pytest.approx(1.25)
+    assert measured.verdict == "25.0% better"
+    assert row(stock, again, ours).verdict == "50.0% worse"
+
+
+@pytest.mark.parametrize("level", [EIGHT, Level(rate=4.0)])
+def test_a_round_that_was_too_short_allows_no_verdict(level: Level) -> None:
+    for place in range(3):
+        rounds = [fast(100, 100), fast(100, 100), fast(110, 110)]
+        rounds[place][1] = empty()
+        measured = row(*rounds, level=level)
+        assert measured.verdict == TOO_SHORT
+        assert not measured.decided
+    assert measured.gain(-1).median == pytest.approx(1.0 if level.rate else 1.1)  # of the other rounds
+    assert row([empty()], [empty()], level=level).gain(-1) == (0, 0, 0)
+
+
+# What is shown
+
+
+def shown(one: LoadReport) -> str:
+    text = io.StringIO()
+    print_report(one, Console(file=text, width=200))
+    return text.getvalue()
+
+
+def test_the_table() -> None:
+    open_loop = row(fast(100, 100), [taken(tpot_p50_ms=4.0)] * 2, level=Level(rate=2.5), k=7)
+    lines = shown(report(row(fast(200, 200), fast(202, 202), fast(220, 260)), open_loop)).splitlines()
+    assert lines[0] == "vLLM 0.32.0 on H200: a pair"
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    times = ["8.00", "20.0", "30.0", "40.0", "2.50"]
+    assert cells == [
+        ["3", "8 in flight", "stock", "100.0", *times, "", ""],
+        ["3", "8 in flight", "stock again", "101.0", *times, "1.010 (1.010-1.010)", ""],
+        ["3", "8 in flight", "eagle_mrv2", "120.0", *times, "1.200 (1.100-1.300)", "20.0% better"],
+        ["7", "2.5/s", "stock", "50.0", *times, "", ""],
+        ["7", "2.5/s", "eagle_mrv2", "100.0", "4.00", *times[1:], "2.000 (2.000-2.000)", "no control"],
+    ]
+    assert lines[-1].startswith("gain over stock")
+
+
+def test_times_of_a_cpu_mean_nothing() -> None:
+    one = row(fast(100, 100), fast(100, 100))
+    assert "mean nothing" in shown(report(one, started=CPU))
+    assert "mean nothing" not in shown(report(one))
+
+
+def test_the_json_has_every_round() -> None:
+    found = to_json(report(row(fast(200, 200), fast(202, 202), fast(220, 260))))
+    assert (found["title"], found["device_name"], found["passed"], found["error"]) == ("a pair", "H200", True, None)
+    assert found["versions"] == {"vllm": "0.32.0", "torch": "2"}
+    (one,) = found["rows"]
+    assert (one["k"], one["concurrency"], one["decided_by"]) == (3, 8, "tokens_per_second")
+    assert "rate" not in one
+    assert (one["noise"], one["verdict"]) == (pytest.approx(0.01), "20.0% better")
+    assert {name: figures["tokens_per_second"] for name, figures in one["medians"].items()} == {
+        "stock": 100,
+        "stock again": 101,
+        "eagle_mrv2": 120,
+    }
+    assert list(one["gain"]) == ["stock again", "eagle_mrv2"]
+    assert one["gain"]["eagle_mrv2"] == pytest.approx({"median": 1.2, "lowest": 1.1, "highest": 1.3})
+    assert [made["tokens_per_second"] for made in one["rounds"]["eagle_mrv2"]] == [110, 130]
+
+
+@pytest.mark.parametrize("ours", [taken(220), empty()], ids=["measured", "too short"])
+@pytest.mark.parametrize("control", [True, False])
+def test_the_drawing(ours: LoadRound, control: bool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rounds = [fast(200, 200), *([fast(202, 201)] if control else []), [taken(230), ours]]
+    levels = [Level(concurrency=1), Level(concurrency=8), Level(rate=2.0)]
+    rows = [row(*rounds, level=level, k=k) for k in (3, 5) for level in levels]
+    draw(report(*rows, started=CPU), tmp_path / "load.png")
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_exit_status_and_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_engines(monkeypatch, taken(202), taken(240))
+    file = tmp_path / "load.json"
+    result = run("-k", "2", "4", "--concurrency", "1,2", "--rounds", "3", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert "20.0% better" in result.stdout
+    found = json.loads(file.read_text())
+    assert [(one["k"], one["concurrency"]) for one in found["rows"]] == [(2, 1), (2, 2), (4, 1), (4, 2)]
+    assert found["passed"]
+    assert (found["options"]["k"], found["options"]["rounds"]) == ([2, 4], 3)
+    assert found["versions"].keys() == {"vllm", "eagle_mrv2", "python", "torch", "triton"}
+
+
+def test_without_a_verdict_the_status_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engines(monkeypatch, taken(220), taken(240))
+    result = run("--rounds", "2", "--json", "-")
+    assert result.exit_code == 1
+    (only,) = json.loads(result.stdout)["rows"]
+    assert only["verdict"] == "none: two engines with stock differ by 10.0%"
+    assert run("--rounds", "2", "--no-control").exit_code == 0
+
+
+def test_rows_before_a_failure_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engines(monkeypatch, taken(), taken(240), fails_at=4)
+    result = run("-k", "2", "4", "--rounds", "2")
+    assert result.exit_code == 1
+    assert "20.0% better" in result.stdout
+    assert result.stderr.endswith("error: the engine with stock failed: no memory\n")
+    first = run("-k", "4", "2", "--json", "-")
+    assert first.exit_code == 1
+    assert json.loads(first.stdout) == {"error": "the engine with stock failed: no memory"}
