@@ -107,6 +107,30 @@ class Iteration(Strict):
         return f"{self.ratio:.2f}{spread}"
 
 
+class Load(Strict):
+    """The gain in tokens per second under load: median, lowest and highest, of benchmarks/load_times.py."""
+
+    shape: str
+    method: str
+    k: int
+    concurrency: int
+    gain: tuple[float, float, float]
+    control: tuple[float, float, float] | None = None
+    medians: dict[str, dict[str, float]]
+    rounds: int
+    setting: str = ""
+    commit: str = ""
+
+    @property
+    def case(self) -> str:
+        """The measured case without its concurrency, as part of a label of a table row."""
+        return ", ".join([f"{self.shape} {self.method}", f"K={self.k}", *([self.setting] if self.setting else [])])
+
+    def __str__(self) -> str:
+        control = f"; {self.control[0]:.2f}" if self.control else ""
+        return f"{self.gain[0]:.2f} ({self.gain[1]:.2f} to {self.gain[2]:.2f}){control}"
+
+
 class DraftMetadata(Strict):
     """Builds of the draft's attention metadata per build of the target's, and their maximum sequence length.
 
@@ -129,6 +153,7 @@ class Result(Strict):
     tests: Tests | None
     families: dict[str, FamilyResult]
     iteration_ms: list[Iteration]
+    under_load: list[Load] = []
     notes: list[str]
     commit: str | None = None
     draft_metadata: dict[Literal["stock", "eagle_mrv2"], DraftMetadata] = {}
@@ -332,6 +357,16 @@ def alone_section() -> str:
     return _crossed("without / with the behaviour", rows, _number)
 
 
+def load_section() -> str:
+    """Gains under load by the number of requests in flight."""
+    rows: dict[str, dict[str, Load]] = {}
+    for release, runs in read_results().items():
+        for run in runs:
+            for one in run.under_load:
+                rows.setdefault(f"{one.case}, {release}, {run.where}", {})[f"{one.concurrency} in flight"] = one
+    return _crossed("tokens per second, eagle_mrv2 / stock", rows, lambda column: int(column.split()[0]))
+
+
 def versions_section() -> str:
     """The time of ``eagle_mrv2`` in an earlier version of this package / in a later one."""
     rows: dict[str, dict[str, Iteration]] = {}
@@ -369,7 +404,8 @@ def metadata_section() -> str:
         for run in runs
         if run.draft_metadata
     ]
-    heads = ["vLLM, H200", "builds for draft prefill", "builds for draft decodes", "longest sequence"]
+    rows = [row for place, row in enumerate(rows) if row not in rows[:place]]  # on every card the same
+    heads = ["vLLM", "builds for draft prefill", "builds for draft decodes", "longest sequence"]
     return _table([heads[0], *(f"{head}, stock → eagle_mrv2" for head in heads[1:])], rows, "---")
 
 
@@ -393,6 +429,7 @@ PAGES: Mapping[Path, Sections] = {
         "results": results_section,
         "speed": speed_section,
         "batches": batches_section,
+        "load": load_section,
         "alone": alone_section,
         "versions": versions_section,
         "metadata": metadata_section,
