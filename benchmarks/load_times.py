@@ -50,7 +50,10 @@ def line_of(row: LoadRow, options: argparse.Namespace, version: str) -> dict[str
             name: {metric: round(value, 3) for metric, value in figures.items()}
             for name, figures in found["medians"].items()
         },
-        "rounds": len(row.rounds[0]),
+        "tokens_per_second": {
+            name: [round(one.tokens_per_second, 1) for one in rounds]
+            for name, rounds in zip(row.names, row.rounds, strict=True)
+        },
     }
 
 
@@ -61,7 +64,7 @@ def main() -> int:
     parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
     parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--requests", type=int, help="a round")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)

@@ -117,7 +117,8 @@ class Load(Strict):
     gain: tuple[float, float, float]
     control: tuple[float, float, float] | None = None
     medians: dict[str, dict[str, float]]
-    rounds: int
+    tokens_per_second: dict[str, list[float]] = {}
+    rounds: int = 0
     setting: str = ""
     commit: str = ""
 

@@ -195,7 +195,7 @@ def test_random_weights_accept_at_random(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (random.max_num_seqs, random.ignore_eos) == (64, True)
 
 
-@pytest.mark.parametrize(("started", "given", "rounds"), [(H200, [], 5), (CPU, [], 2), (CPU, ["--rounds", "3"], 3)])
+@pytest.mark.parametrize(("started", "given", "rounds"), [(H200, [], 9), (CPU, [], 2), (CPU, ["--rounds", "3"], 3)])
 def test_how_many_rounds(started: Started, given: list[str], rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_engines(monkeypatch, taken(), taken(), started=started)
     (only,) = json.loads(run(*given, "--json", "-").stdout)["rows"]

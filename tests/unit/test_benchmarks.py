@@ -134,6 +134,8 @@ def test_a_line_of_a_load(given: dict[str, Any], setting: str | None, control: b
     assert line.pop("control", None) == ([1, 0.99, 1.01] if control else None)
     medians = line.pop("medians")
     assert tuple(medians) == row.names
+    taken = line.pop("tokens_per_second")
+    assert (tuple(taken), taken["eagle_mrv2"]) == (row.names, [36.7, 40, 33.3])
     assert medians["eagle_mrv2"] == dict.fromkeys(medians["stock"], 0.667) | {"tokens_per_second": 36.667}
     assert line == {
         "vllm": "0.26.0",
@@ -142,7 +144,6 @@ def test_a_line_of_a_load(given: dict[str, Any], setting: str | None, control: b
         "k": 7,
         "concurrency": 8,
         "gain": [1.1, 1, 1.2],
-        "rounds": 3,
     }
     assert json.dumps(line)
 
@@ -278,6 +279,23 @@ def test_pairs_of_one_case_are_one_result(tmp_path: Path) -> None:
     measured = {"stock": [2.0, 8.1], "eagle_mrv2": [1.0, 1.0], "ratio": 4.0, "quartiles": [2.0, 6.0], "rounds": 18}
     assert joined == case | measured
     assert alone == case | {"setting": "FlashInfer"} | pair | {"stock": [2.0], "eagle_mrv2": [1.0]}
+
+
+def test_a_load_that_was_measured_again_is_replaced(tmp_path: Path) -> None:
+    put = script("gpu_result").put_loads
+    result: dict[str, Any] = {"vllm": "0.26.0"}
+
+    def measured(commit: str, *lines: tuple[str, int, float]) -> list[tuple[Any, ...]]:
+        file = tmp_path / commit
+        case = {"shape": "8b", "method": "eagle3", "k": 3}
+        loads = [{"vllm": vllm, **case, "concurrency": many, "gain": gain} for vllm, many, gain in lines]
+        file.write_text("\n".join(["a log", *map(json.dumps, loads)]))
+        put(result, [file], commit)
+        return [(line["concurrency"], line["gain"], line["commit"]) for line in result["under_load"]]
+
+    lines = measured("a", ("0.26.0", 8, 1.1), ("0.33.0", 8, 9), ("0.26.0", 1, 1.2))
+    assert lines == [(1, 1.2, "a"), (8, 1.1, "a")]
+    assert measured("b", ("0.26.0", 8, 1.3)) == [(1, 1.2, "a"), (8, 1.3, "b")]
 
 
 def test_what_was_measured_again_moves_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

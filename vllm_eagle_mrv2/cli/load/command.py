@@ -33,7 +33,7 @@ from vllm_eagle_mrv2.cli.progress import Track, progress
 WORKER = "vllm_eagle_mrv2.cli.load.worker"
 ACCEPTANCE = (0.75, 0.55, 0.40, 0.30, 0.22, 0.16, 0.12)
 """Share of random drafts that are accepted up to each position."""
-_ROUNDS, _ROUNDS_ON_CPU = 5, 2
+_ROUNDS, _ROUNDS_ON_CPU = 9, 2
 
 
 def bench_load(
@@ -50,7 +50,7 @@ def bench_load(
         list[float] | None, typer.Option(min=0.001, help="Requests a second, however many are in flight: 2 4 8.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=2, help="Measurements of each engine (default 5; on a CPU 2).")
+        int | None, typer.Option(min=2, help="Measurements of each engine (default 9; on a CPU 2).")
     ] = None,
     requests: Annotated[
         int | None,
