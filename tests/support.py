@@ -50,8 +50,7 @@ def small_heap() -> Iterator[None]:
         gc.unfreeze()  # the last engine is there already, which a test drops only when it has the next
 
 
-@contextmanager
-def engine(
+def engine_arguments(
     method: str | None,
     *,
     family: str = "eagle",
@@ -59,12 +58,10 @@ def engine(
     speculative: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     **overrides: Any,
-) -> Iterator[Any]:
-    """A vLLM engine on the demo pair: ``method`` None, ``eagle``, ``eagle3`` or ``eagle_mrv2``."""
-    from vllm import LLM
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
+) -> dict[str, Any]:
+    """Arguments of a vLLM engine on the demo pair: ``method`` None, ``eagle``, ``eagle3`` or ``eagle_mrv2``."""
     arguments: dict[str, Any] = {
+        "model": str(PAIR / "target"),
         "max_model_len": 256,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 512,
@@ -86,26 +83,40 @@ def engine(
         }
     if options is not None:
         arguments["additional_config"] = {"eagle_mrv2": options}
-    # Stock drafting is compared on the same runner; ours selects it by itself.
-    forced = method != "eagle_mrv2"
-    if forced:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    # 0.20 never lifts the ban on capturing that its first engine ends with.
-    from vllm.compilation import monitor
+    return arguments | overrides
 
+
+@contextmanager
+def same_runner(method: str | None) -> Iterator[None]:
+    """Context in which stock's methods run on Model Runner V2; ours selects it by itself."""
+    if method != "eagle_mrv2":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+
+
+@contextmanager
+def engine(method: str | None, **arguments: Any) -> Iterator[Any]:
+    """A vLLM engine with the `engine_arguments`."""
+    from vllm import LLM
+    from vllm.compilation import monitor
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    # 0.20 never lifts the ban on capturing that its first engine ends with.
     monitor.set_cudagraph_capturing_enabled(True)
     llm = None
     try:
-        with small_heap():
-            llm = LLM(str(PAIR / "target"), **{**arguments, **overrides})
+        with small_heap(), same_runner(method):
+            llm = LLM(**engine_arguments(method, **arguments))
             yield llm
     finally:
-        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
         if llm is not None:
             with suppress(AttributeError):  # 0.20 calls a shutdown that its V2 runner does not have
                 llm.llm_engine.engine_core.shutdown()
         del llm
-        if overrides.get("tensor_parallel_size", 1) == 1:  # workers of their own leave nothing here
+        if arguments.get("tensor_parallel_size", 1) == 1:  # workers of their own leave nothing here
             gc.collect()
             cleanup_dist_env_and_memory()
 

@@ -1,13 +1,22 @@
-"""An engine of two tensor-parallel ranks, each in a process of its own."""
+"""Engines of two ranks, tensor-parallel or data-parallel, each in a process of its own."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from support import Acceptance, engine, greedy
+from support import Acceptance, engine, engine_arguments, greedy, same_runner
+
+from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 VOCAB = 2048  # of the demo pair
+IN_STEP: dict[str, Any] = {"hf_overrides": {"num_local_experts": 2}}
+"""Has vLLM keep data-parallel ranks in step, by dummy runs of those without requests: it does so for models with
+experts only, and goes by their configuration."""
+
+_ENDS_WITHIN_S = 120
 
 
 def _watch(worker: Any) -> None:
@@ -50,3 +59,55 @@ def drafts_on_two_ranks(
         tokens = greedy(llm, prompts, max_tokens)
         exchanged = [set(map(tuple, of_rank)) for of_rank in llm.collective_rpc(_exchanged)]
         return tokens, acceptance.by_position, exchanged
+
+
+class Share(NamedTuple):
+    """What one data-parallel rank generates."""
+
+    prompts: list[str]
+    max_tokens: int
+
+
+def greedy_on_replicas(method: str, shares: Sequence[Share], **arguments: Any) -> tuple[list[list[list[int]]], float]:
+    """Greedy tokens by rank and prompt, and the accepted length over all ranks.
+
+    Each rank gets its share at once, so that its batches are always the same.
+    """
+    before = read_counters()
+    with same_runner(method):
+        given = engine_arguments(method, data_parallel_size=len(shares), **arguments)
+        tokens = asyncio.run(asyncio.wait_for(_generate(given, shares), _ENDS_WITHIN_S))
+    counted = counted_since(before)
+    return tokens, 1 + counted["num_accepted_tokens"] / counted["num_drafts"]
+
+
+async def _generate(arguments: dict[str, Any], shares: Sequence[Share]) -> list[list[list[int]]]:
+    from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine: Any = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def one(rank: int, number: int) -> list[int]:
+        share = shares[rank]
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=share.max_tokens,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name = f"{rank}-{number}"
+        outputs = engine.generate(share.prompts[number], params, name, data_parallel_rank=rank)
+        (last,) = [output async for output in outputs]
+        return list(last.outputs[0].token_ids)
+
+    try:
+        await engine.sleep(level=0)
+        asked = [
+            asyncio.gather(*(one(rank, number) for number in range(len(share.prompts))))
+            for rank, share in enumerate(shares)
+        ]
+        await asyncio.sleep(2.0)  # until all of them have arrived
+        await engine.wake_up(tags=["scheduling"])
+        return list(await asyncio.gather(*asked))
+    finally:
+        engine.shutdown()

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on two GPUs: graphs that hold their exchanges draft what stock drafts."""
+"""Two ranks on two GPUs, tensor-parallel or data-parallel: their graphs draft what stock drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from release_under_test import supplied
 from support import Acceptance, engine, greedy, held_out_prompts
-from two_ranks import RANKS, VOCAB, drafts_on_two_ranks
+from two_ranks import IN_STEP, RANKS, VOCAB, Share, drafts_on_two_ranks, greedy_on_replicas
 
 from .test_graphs import SIZES, STOCK_SIZES, TOKENS
 
@@ -73,3 +73,15 @@ def test_ranks_exchange_their_best_tokens() -> None:
         _, acceptance, exchanged = drafts_on_two_ranks("eagle", {"disable": disable}, PROMPTS[:3], 16)
         assert acceptance[0] > 0.2
         assert [{size for size, _ in of_rank} for of_rank in exchanged] == [{width}] * 2
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_data_parallel_ranks_of_uneven_batches(family: str, record_property: Callable[[str, object], None]) -> None:
+    """Each dispatches graphs of its own size, and the one that ends first drafts for no requests."""
+    shares = Share(PROMPTS[:7], TOKENS), Share(PROMPTS[7:], TOKENS // 3)
+    expected, stock = greedy_on_replicas(family, shares, family=family, compilation_config=STOCK_SIZES, **IN_STEP)
+    tokens, accepted = greedy_on_replicas("eagle_mrv2", shares, family=family, compilation_config=SIZES, **IN_STEP)
+    record_property("stock", stock)
+    record_property("eagle_mrv2", accepted)
+    assert tokens == expected
+    assert accepted >= stock - 0.02
