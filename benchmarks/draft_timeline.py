@@ -15,11 +15,11 @@ phase.  All times are medians over the iterations, in microseconds unless noted:
   second half, and ``get_output``, which waits for the GPU;
 * ``host_functions_us``: the functions with the most own time on the host, under Python's profiler, which slows down all
   of them;
-``--mixed`` profiles requests of mixed lengths that come and go, ``--batch`` of them in flight, with drafts accepted at
-random: ``mixed`` has the figures of iterations that prefill a request too, ``decodes`` those of all others.
-
 * ``compiled_s``: seconds for each Triton kernel that the engine's own thread compiled, with this package's kernels by
   variant.  vLLM 0.33 compiles several kernels at a time; the time of each then includes the others.
+
+``--mixed`` profiles requests of mixed lengths that come and go, ``--batch`` of them in flight, with drafts accepted at
+random: ``mixed`` has the figures of iterations that prefill a request too, ``decodes`` those of all others.
 """
 
 from __future__ import annotations
