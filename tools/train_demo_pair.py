@@ -256,11 +256,15 @@ class DecoderLayer(nn.Module):
 
 
 class Target(nn.Module):
-    """LlamaForCausalLM with tied embeddings."""
+    """LlamaForCausalLM with tied embeddings.
 
-    def __init__(self, shape: Shape) -> None:
+    Args:
+        aux_layers: EAGLE-3 reads the residual stream after so many layers.
+    """
+
+    def __init__(self, shape: Shape, aux_layers: tuple[int, ...] = AUX_LAYER_IDS) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.aux_layers = shape, aux_layers
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -274,7 +278,7 @@ class Target(nn.Module):
         aux = []
         for index, layer in enumerate(self.layers):
             x = layer(x, positions, caches[index] if caches else causal_attention)
-            if index + 1 in AUX_LAYER_IDS:
+            if index + 1 in self.aux_layers:
                 aux.append(x)
         return self.norm(x), aux
 

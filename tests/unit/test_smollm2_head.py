@@ -1,0 +1,89 @@
+"""The prompts for SmolLM2 and the training of its head, without SmolLM2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scripts import script
+
+pytestmark = pytest.mark.any_release
+
+SHAPE = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "head_dim": 16}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+
+
+@pytest.fixture(scope="module")
+def training() -> ModuleType:
+    return script("train_smollm2_head")
+
+
+@pytest.fixture
+def target(training: ModuleType, tmp_path: Path) -> Path:
+    """A folder with a target of random weights."""
+    torch.manual_seed(0)
+    demo = script("train_demo_pair")
+    shape = demo.Shape(**SHAPE)
+    config = demo.llama_config(shape, "LlamaForCausalLM", bos_token_id=7, eos_token_id=8)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = {f"model.{name}": weight for name, weight in demo.Target(shape).state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_prompts_of_every_kind() -> None:
+    prompts = script("smollm2_prompts").prompts
+    known, held_out = prompts(held_out=False), prompts(held_out=True)
+    assert known == prompts(held_out=False)
+    assert known.keys() == held_out.keys() == {"chat", "code", "editing", "prose"}
+    for kind, texts in known.items():
+        assert len(texts) > 400
+        assert len(held_out[kind]) > 50
+        assert not set(texts) & set(held_out[kind])
+
+
+def test_words_are_misspelt_alike_every_time() -> None:
+    misspelt = script("smollm2_prompts")._misspelt
+    text = "Several numbers become different letters whenever somebody measures lengths " * 3
+    assert misspelt(text) == misspelt(text) != text
+    assert sorted(misspelt(text)) == sorted(text)
+
+
+def test_windows_begin_with_a_conversation(training: ModuleType) -> None:
+    conversations = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    windows = training.Windows(conversations, 6, torch.Generator().manual_seed(0))
+    stream = [*chain.from_iterable(conversations), 1, 2, 3, 0, 0, 0, 0, 0, 0]
+    wanted = {tuple(stream[start : start + 6]) for start in (0, 3, 5)}
+    assert {tuple(window) for window in windows.draw(64).tolist()} == wanted
+
+
+def test_the_draft_vocabulary_is_what_is_used_most(training: ModuleType) -> None:
+    assert training.most_used([[5, 5, 9], [2, 9, 9]], 2).tolist() == [5, 9]
+
+
+@pytest.mark.slow
+def test_a_head_learns_what_follows(training: ModuleType, target: Path, tmp_path: Path) -> None:
+    """Of a target that repeats what it reads: its layers add nothing, its embedding is its head."""
+    loaded = training.load_target(target, torch.device("cpu"))
+    assert loaded.aux_layers == (2, 4, 5)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    torch.nn.init.normal_(loaded.embed_tokens.weight)
+    for name, parameter in loaded.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.zero_()
+    numbers = torch.Generator().manual_seed(1)
+    texts = torch.randint(24, (64, 24), generator=numbers).tolist()
+    options = argparse.Namespace(device="cpu", draft_vocab=24, length=24, batch=8, steps=240, minutes=1.0)
+    head = training.train_head(loaded, texts, options)
+    rates = script("train_demo_pair").measure(loaded, head, [[3, 4], [5, 6]], new_tokens=8, depth=2)
+    assert min(rates) > 0.9
+    config = training.config_of(head, loaded, target)
+    assert (config["draft_vocab_size"], config["num_hidden_layers"], config["eos_token_id"]) == (24, 1, 8)
+    script("train_demo_pair").save_model(tmp_path / "head", head, config)
+    assert load_file(tmp_path / "head" / "model.safetensors")["lm_head.weight"].shape == (24, 32)

@@ -1,0 +1,173 @@
+"""Train an EAGLE-3 head for SmolLM2-135M-Instruct on what the target itself writes.
+
+    python tools/smollm2.py --out FOLDER/target
+    python tools/train_smollm2_head.py answers --target FOLDER/target --out FOLDER/texts.json
+    python tools/train_smollm2_head.py train --target FOLDER/target --texts FOLDER/texts.json --out FOLDER/eagle3
+
+`answers` has vLLM write the target's answers to the prompts of smollm2_prompts.py, greedily and sampled. `train` rolls
+the head out as it drafts (see train_demo_pair.py), over a draft vocabulary of the tokens that the answers use most, and
+prints the acceptance on held-out prompts by kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections import Counter
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from smollm2_prompts import KINDS, Kind, prompts
+from torch import Tensor
+from train_demo_pair import Eagle3Head, Shape, Target, head_loss, llama_config, measure, save_model, train
+
+DRAFT_VOCAB_SIZE = 8192
+LEARNING_RATE = 4e-3
+DEPTH = 5
+SAMPLED = (0.0, 0.7, 1.0)
+"""Temperatures of the answers to each prompt."""
+
+
+# The target's answers
+
+
+def chat_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a request to the assistant, up to where its answer begins."""
+    message = [{"role": "user", "content": text}]
+    ids: list[int] = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
+def write_answers(target: str, limit: int | None, max_tokens: int, engine: dict[str, Any]) -> list[list[int]]:
+    """Token ids of conversations: each training prompt with an answer of each temperature.
+
+    Args:
+        limit: the most prompts of each kind; None for all.
+        engine: further arguments for ``LLM``.
+    """
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(target, max_model_len=2048, **engine)
+    tokenizer = llm.get_tokenizer()
+    asked = chain.from_iterable(of_kind[:limit] for of_kind in prompts(held_out=False).values())
+    ids = [chat_prompt(tokenizer, text) for text in asked]
+    written = []
+    for temperature in SAMPLED:
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
+        for prompt, answer in zip(ids, llm.generate([{"prompt_token_ids": one} for one in ids], params), strict=True):
+            written.append(prompt + list(answer.outputs[0].token_ids))
+    return written
+
+
+# The head
+
+
+class Windows:
+    """Draws windows of the conversations, which follow each other in one stream; each begins with one of them."""
+
+    def __init__(self, conversations: list[list[int]], length: int, generator: torch.Generator) -> None:
+        self.length, self._generator = length, generator
+        self._stream = torch.tensor(list(chain.from_iterable([*conversations, conversations[0], [0] * length])))
+        self._starts = torch.tensor(list(accumulate(map(len, conversations), initial=0))[:-1])
+
+    def draw(self, count: int) -> Tensor:
+        """[count, length] int64"""
+        which = torch.randint(len(self._starts), (count,), generator=self._generator)
+        return self._stream[self._starts[which, None] + torch.arange(self.length)]
+
+
+def load_target(folder: Path, device: torch.device) -> Target:
+    """The target, whose weights stay as they are; it yields the residual streams that vLLM gives a head by default."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shape = Shape(**{field.name: config[field.name] for field in dataclasses.fields(Shape)})
+    layers = shape.num_hidden_layers
+    target = Target(shape, aux_layers=(2, layers // 2, layers - 3)).to(device)
+    weights = load_file(folder / "model.safetensors", device=str(device))
+    target.load_state_dict({name.removeprefix("model."): weight for name, weight in weights.items()})
+    return target.requires_grad_(False)
+
+
+def most_used(conversations: list[list[int]], count: int) -> Tensor:
+    """The token ids that occur most, in ascending order: [count] int64."""
+    counts = Counter(chain.from_iterable(conversations))
+    chosen = [token for token, _ in counts.most_common(count)]
+    return torch.tensor(sorted(chosen))
+
+
+def train_head(target: Target, conversations: list[list[int]], options: argparse.Namespace) -> Eagle3Head:
+    """Train a head on windows of the conversations."""
+    device, generator = torch.device(options.device), torch.Generator().manual_seed(0)
+    head = Eagle3Head(target.shape, most_used(conversations, options.draft_vocab).to(device)).to(device)
+    windows = Windows(conversations, options.length, generator)
+
+    def loss() -> Tensor:
+        return head_loss(target, head, windows.draw(options.batch).to(device), DEPTH)
+
+    train(head, loss, "eagle3", options.steps, LEARNING_RATE, options.minutes * 60)
+    return head
+
+
+def config_of(head: Eagle3Head, target: Target, folder: Path) -> dict[str, object]:
+    """The configuration of a head's checkpoint."""
+    of_target = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return llama_config(
+        dataclasses.replace(target.shape, num_hidden_layers=1),
+        "LlamaForCausalLMEagle3",
+        draft_vocab_size=len(head.draft_ids),
+        eagle_aux_hidden_state_layer_ids=list(target.aux_layers),
+        **{name: of_target[name] for name in ("bos_token_id", "eos_token_id")},
+    )
+
+
+def acceptance(target: Target, head: Eagle3Head, tokenizer: Any, count: int) -> dict[Kind, list[float]]:
+    """Share of greedy drafts that are accepted up to each position, on held-out prompts of each kind."""
+    asked = prompts(held_out=True)
+    return {
+        kind: measure(target, head, [chat_prompt(tokenizer, text) for text in asked[kind][:count]], depth=DEPTH)
+        for kind in KINDS
+    }
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    answers, training = commands.add_parser("answers"), commands.add_parser("train")
+    for command in (answers, training):
+        command.add_argument("--target", type=Path, required=True)
+        command.add_argument("--out", type=Path, required=True)
+    answers.add_argument("--limit", type=int, help="prompts of each kind")
+    answers.add_argument("--max-tokens", type=int, default=320)
+    answers.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
+    training.add_argument("--texts", type=Path, required=True)
+    training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    training.add_argument("--steps", type=int, default=6000)
+    training.add_argument("--minutes", type=float, default=8.0, help="budget; steps left when it runs out are dropped")
+    training.add_argument("--batch", type=int, default=8)
+    training.add_argument("--length", type=int, default=512)
+    training.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB_SIZE)
+    training.add_argument("--measured", type=int, default=12, help="held-out prompts of each kind")
+    options = parser.parse_args()
+    if options.command == "answers":
+        written = write_answers(str(options.target), options.limit, options.max_tokens, options.engine)
+        options.out.write_text(json.dumps(written))
+        print(f"{len(written)} conversations, {sum(map(len, written))} tokens")
+        return
+
+    from transformers import AutoTokenizer
+
+    target = load_target(options.target, torch.device(options.device))
+    head = train_head(target, json.loads(options.texts.read_text()), options)
+    save_model(options.out, head, config_of(head, target, options.target))
+    for kind, rates in acceptance(
+        target, head, AutoTokenizer.from_pretrained(options.target), options.measured
+    ).items():
+        print(f"{kind}: accepted length {1 + sum(rates):.2f}, by position {[round(rate, 2) for rate in rates]}")
+
+
+if __name__ == "__main__":
+    main()
