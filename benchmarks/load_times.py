@@ -26,14 +26,12 @@ from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.command import ACCEPTANCE, WORKER
-from vllm_eagle_mrv2.cli.load.report import row_to_json
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 
 
 def line_of(row: LoadRow, options: argparse.Namespace, version: str) -> dict[str, Any]:
     """A row in the format of benchmarks/results."""
-    found = row_to_json(row)
     sampled = options.temperature and f"temperature {options.temperature:g}, top_p {options.top_p:g}"
     setting = ", ".join(filter(None, [options.setting, sampled]))
     gain = row.gain(-1)
@@ -47,8 +45,8 @@ def line_of(row: LoadRow, options: argparse.Namespace, version: str) -> dict[str
         "gain": [round(one, 4) for one in gain],
         **({} if row.noise is None else {"control": [round(one, 4) for one in row.gain(1)]}),
         "medians": {
-            name: {metric: round(value, 3) for metric, value in figures.items()}
-            for name, figures in found["medians"].items()
+            name: {metric: round(value, 3) for metric, value in row.medians(place).items()}
+            for place, name in enumerate(row.names)
         },
         "tokens_per_second": {
             name: [round(one.tokens_per_second, 1) for one in rounds]

@@ -80,52 +80,47 @@ class FamilyResult(BaseModel):
     acceptance: Acceptance
 
 
-class Iteration(Strict):
-    """Milliseconds per engine iteration, and their ratio with quartiles over the rounds of benchmarks/ab_time.py."""
+class Measured(Strict):
+    """A case that was measured on random weights."""
 
     shape: str
     method: str
     k: int
+    setting: str = ""
+    commit: str = ""
+
+    @property
+    def case(self) -> str:
+        """The measured case without its batch size or concurrency, as part of the label of a table row."""
+        return ", ".join([f"{self.shape} {self.method}", f"K={self.k}", *([self.setting] if self.setting else [])])
+
+
+class Iteration(Measured):
+    """Milliseconds per engine iteration, and their ratio with quartiles over the rounds of benchmarks/ab_time.py."""
+
     batch: int
     stock: list[float]
     eagle_mrv2: list[float]
     ratio: float
     quartiles: tuple[float, float] | None = None
     rounds: int | None = None
-    setting: str = ""
     without: tuple[str, ...] = ()
     before: str = ""
-    commit: str = ""
-
-    @property
-    def case(self) -> str:
-        """The measured case without its batch size, as the label of a table row."""
-        return ", ".join([f"{self.shape} {self.method}", f"K={self.k}", *([self.setting] if self.setting else [])])
 
     def __str__(self) -> str:
         spread = f" ({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})" if self.quartiles else ""
         return f"{self.ratio:.2f}{spread}"
 
 
-class Load(Strict):
+class Load(Measured):
     """The gain in tokens per second under load: median, lowest and highest, of benchmarks/load_times.py."""
 
-    shape: str
-    method: str
-    k: int
     concurrency: int
     gain: tuple[float, float, float]
     control: tuple[float, float, float] | None = None
     medians: dict[str, dict[str, float]]
     tokens_per_second: dict[str, list[float]] = {}
     rounds: int = 0
-    setting: str = ""
-    commit: str = ""
-
-    @property
-    def case(self) -> str:
-        """The measured case without its concurrency, as part of a label of a table row."""
-        return ", ".join([f"{self.shape} {self.method}", f"K={self.k}", *([self.setting] if self.setting else [])])
 
     def __str__(self) -> str:
         control = f"; {self.control[0]:.2f}" if self.control else ""

@@ -87,7 +87,7 @@ def method_options(text: str, disable: list[str]) -> dict[str, Any]:
     """The options of ``eagle_mrv2`` in ``--option``; `CommandError` if it rejects them."""
     options = json_object("--option", text)
     if "disable" in options:
-        raise CommandError("--option takes no disable: use --disable NAME.", 2)
+        raise CommandError("--option takes no disable: use --disable NAME of bench.", 2)
     try:
         parse_options({OPTIONS_KEY: options | {"disable": disable}})
     except EagleMRV2Error as error:

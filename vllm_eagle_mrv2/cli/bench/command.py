@@ -9,8 +9,10 @@ be started as asked.
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,10 +21,10 @@ import typer
 from rich.console import Console
 
 from vllm_eagle_mrv2.cli.bench import arguments
-from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison
-from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, print_report, to_json
+from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, Engines
+from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, print_report, to_json, write
 from vllm_eagle_mrv2.cli.bench.shapes import token_prompts
-from vllm_eagle_mrv2.cli.bench.types import Row, Started
+from vllm_eagle_mrv2.cli.bench.types import Row
 from vllm_eagle_mrv2.cli.demo.pair import require_vllm
 from vllm_eagle_mrv2.cli.errors import CommandError, print_error
 from vllm_eagle_mrv2.cli.progress import Track, progress
@@ -120,38 +122,22 @@ def _run(
     Raises:
         CommandError: an engine failed before any row was measured.
     """
-    rows: list[Row] = []
-    started: Started | None = None
-    failed: str | None = None
-    try:
-        for k in ks:
-            track(f"K={k}, start of the engines", 1)
-            with comparison.engines(k) as pair:
-                started = pair.started
-                on_cpu = started.device == "cpu"
-                how_often = rounds or (_ROUNDS_ON_CPU if on_cpu else _ROUNDS)
-                max_tokens = tokens or (_TOKENS_ON_CPU if on_cpu else _TOKENS)
-                for size in batches:
-                    on_round = track(f"K={k}, batch {size}", how_often)
-                    rows.append(pair.compare(size, how_often, max_tokens, on_round))
-    except CommandError as error:
-        if started is None or not rows:
-            raise
-        failed = str(error)
-    assert started is not None
+
+    def rows_of(pair: Engines) -> Iterator[Row]:
+        on_cpu = pair.started.device == "cpu"
+        how_often = rounds or (_ROUNDS_ON_CPU if on_cpu else _ROUNDS)
+        max_tokens = tokens or (_TOKENS_ON_CPU if on_cpu else _TOKENS)
+        for size in batches:
+            yield pair.compare(size, how_often, max_tokens, track(f"K={pair.k}, batch {size}", how_often))
+
+    started, rows, failed = comparison.measured(ks, rows_of, lambda k: track(f"K={k}, start of the engines", 1))
     return BenchReport(
         title=comparison.subject.title, versions=arguments.versions(), started=started, rows=rows, error=failed
     )
 
 
 def _show(report: BenchReport, options: dict[str, Any], json_output: str | None, plot: Path | None) -> None:
-    text = json.dumps(to_json(report) | {"options": options}, indent=1, default=str)
-    if json_output == "-":
-        typer.echo(text)
-    else:
-        console = Console()
-        print_report(report, console if console.is_terminal else Console(width=_PLAIN_WIDTH))
-        if json_output:
-            Path(json_output).write_text(text + "\n", encoding="utf-8")
+    found = to_json(report) | {"options": options}
+    write(found, json_output, functools.partial(print_report, report), _PLAIN_WIDTH)
     if plot:
         draw(report, plot)

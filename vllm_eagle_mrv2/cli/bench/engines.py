@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from vllm_eagle_mrv2.cli.bench.shapes import OWN_HEAD_PLUGIN, Shape, write_configs, write_own_head
 from vllm_eagle_mrv2.cli.bench.types import Batch, Job, Round, Row, Started
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
+from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.config.method import METHOD
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 
+AnyRow = TypeVar("AnyRow")
 WARM_UP_TOKENS = 32
 MAX_NUM_SEQS = 64
 """``max_num_seqs`` of both engines unless a batch is larger; the sizes of captured graphs follow from it."""
@@ -139,6 +141,31 @@ class Comparison:
             yield engines
             for process in processes:
                 process.finish()
+
+    def measured(
+        self, ks: Sequence[int], rows_of: Callable[[Engines], Iterable[AnyRow]], on_start: Callable[[int], object]
+    ) -> tuple[Started, list[AnyRow], str | None]:
+        """Measure with every K; return where, the rows, and the error of an engine that failed after some of them.
+
+        Raises:
+            CommandError: an engine failed before any row was measured.
+        """
+        rows: list[AnyRow] = []
+        started: Started | None = None
+        failed: str | None = None
+        try:
+            for k in ks:
+                on_start(k)
+                with self.engines(k) as engines:
+                    started = engines.started
+                    for row in rows_of(engines):
+                        rows.append(row)
+        except CommandError as error:
+            if not rows:
+                raise
+            failed = str(error)
+        assert started is not None
+        return started, rows, failed
 
     def _share_cores(self, *engines: EngineProcess) -> None:
         """Restrict engines that run in turn to the same few cores, so that neither gets better ones.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
@@ -13,32 +16,64 @@ from vllm_eagle_mrv2.cli.bench.types import SIDES, Row, Side, Started
 from vllm_eagle_mrv2.cli.on_cpu import TIMES_MEAN_NOTHING
 
 
-class BenchReport(BaseModel):
-    """All rows of a run, with the machine and models that they were measured on."""
+class Report(BaseModel):
+    """A run: the machine and models that it measured, and the error that ended it early."""
 
     title: str
     versions: dict[str, str | None]
     started: Started
-    rows: list[Row]
     error: str | None = None
 
     @property
     def passed(self) -> bool:
+        """Whether the run ended without an error."""
+        return self.error is None
+
+    def head(self) -> dict[str, Any]:
+        """The report as JSON, without its rows."""
+        return {
+            "title": self.title,
+            "versions": {"vllm": self.started.vllm_version, **self.versions},
+            "device": self.started.device,
+            "device_name": self.started.device_name,
+            "passed": self.passed,
+            "error": self.error,
+        }
+
+
+class BenchReport(Report):
+    """All rows of a run of ``bench``."""
+
+    rows: list[Row]
+
+    @property
+    def passed(self) -> bool:
         """Whether every row has its ratio."""
-        return self.error is None and not any(row.refusals for row in self.rows)
+        return super().passed and not any(row.refusals for row in self.rows)
+
+
+def write(
+    found: dict[str, Any], json_output: str | None, print_table: Callable[[Console], None], plain_width: int
+) -> None:
+    """Print a table and write JSON into a file, or with ``-`` print the JSON instead.
+
+    Args:
+        found: the JSON.
+        plain_width: columns of the table where no terminal says how many it has.
+    """
+    text = json.dumps(found, indent=1, default=str)
+    if json_output == "-":
+        typer.echo(text)
+        return
+    console = Console()
+    print_table(console if console.is_terminal else Console(width=plain_width))
+    if json_output:
+        Path(json_output).write_text(text + "\n", encoding="utf-8")
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
     """The report as JSON, without the token ids of the rounds."""
-    return {
-        "title": report.title,
-        "versions": {"vllm": report.started.vllm_version, **report.versions},
-        "device": report.started.device,
-        "device_name": report.started.device_name,
-        "passed": report.passed,
-        "error": report.error,
-        "rows": [_row_to_json(row) for row in report.rows],
-    }
+    return report.head() | {"rows": [_row_to_json(row) for row in report.rows]}
 
 
 def _row_to_json(row: Row) -> dict[str, Any]:
@@ -134,11 +169,15 @@ def draw(report: BenchReport, path: Path) -> None:
         axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
         axes.set_xlabel("batch")
         axes.legend()
+    save(figure, report, report.rows[0].names, path)
+
+
+def save(figure: Any, report: Report, names: Sequence[str], path: Path) -> None:
+    """Save a matplotlib figure with a title that says what was measured; the first of the names has dashed lines."""
     warning = "; on a CPU these times mean nothing" if report.started.device == "cpu" else ""
-    against, ours = report.rows[0].names
     figure.suptitle(
         f"{report.title}\nvLLM {report.started.vllm_version}, {report.started.device_name}{warning}\n"
-        f"dashed: {against}; solid: {ours}",
+        f"dashed: {names[0]}; solid: {names[-1]}",
         fontsize="medium",
         wrap=True,
     )

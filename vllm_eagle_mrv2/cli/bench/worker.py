@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,27 +18,39 @@ from vllm_eagle_mrv2.cli.engine_process import OnTokens, serve
 CPU_ARGUMENTS = {"enforce_eager": True, "dtype": "float32"}
 
 
+def engine_arguments(job: Job) -> dict[str, Any]:
+    """The arguments of a job's engine on this machine."""
+    from vllm.platforms import current_platform
+
+    arguments = job.arguments | (CPU_ARGUMENTS if current_platform.is_cpu() else {})
+    return {"model": job.model, "speculative_config": job.speculative_config, **arguments, **job.overrides}
+
+
+def started() -> Started:
+    """The version and the device of an engine that has started in this process."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    return Started(
+        vllm_version=vllm.__version__,
+        device=current_platform.device_type,
+        device_name=current_platform.get_device_name() or current_platform.device_type,
+    )
+
+
 class BenchEngine:
     """A live engine and the prompts that it is measured with."""
 
     def __init__(self, job: Job) -> None:
         """Start the engine."""
         import vllm
-        from vllm.platforms import current_platform
 
-        arguments = job.arguments | (CPU_ARGUMENTS if current_platform.is_cpu() else {})
-        self._llm = vllm.LLM(
-            **{"model": job.model, "speculative_config": job.speculative_config, **arguments, **job.overrides}
-        )
+        self._llm = vllm.LLM(**engine_arguments(job))
         self._ignore_eos = job.ignore_eos
         self._prompts = [
             self._llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt for prompt in job.prompts
         ]
-        self.started = Started(
-            vllm_version=vllm.__version__,
-            device=current_platform.device_type,
-            device_name=current_platform.get_device_name() or current_platform.device_type,
-        )
+        self.started = started()
 
     def measure(self, batch: Batch) -> Round:
         """Generate greedily for the first prompts, all added at once, and time every output.
@@ -123,18 +136,27 @@ def percentile(values: list[float], percent: float) -> float:
     return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
 
 
-class _Worker:
-    """The first job starts the engine, the others measure it."""
+class Worker:
+    """The first job starts an engine, the others measure it.
 
-    def __init__(self) -> None:
-        self._engine: BenchEngine | None = None
+    Args:
+        start: starts the engine, which has ``started`` and ``measure``.
+        task: kind of the jobs that measure.
+    """
+
+    def __init__(self, start: Callable[[Job], Any], task: type[BaseModel]) -> None:
+        self._start, self._task = start, task
+        self._engine: Any = None
 
     def answer(self, job: str, on_tokens: OnTokens) -> BaseModel:
+        """The answer to a job, for `cli.engine_process.serve`."""
         if self._engine is None:
-            self._engine = BenchEngine(Job.model_validate_json(job))
-            return self._engine.started
-        return self._engine.measure(Batch.model_validate_json(job))
+            self._engine = self._start(Job.model_validate_json(job))
+            started: Started = self._engine.started
+            return started
+        measured: BaseModel = self._engine.measure(self._task.model_validate_json(job))
+        return measured
 
 
 if __name__ == "__main__":
-    sys.exit(serve(_Worker().answer))
+    sys.exit(serve(Worker(BenchEngine, Batch).answer))

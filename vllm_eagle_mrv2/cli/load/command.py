@@ -10,9 +10,10 @@ much or a round was too short, or an engine failed; 2, the bench could not be st
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,8 +22,8 @@ import typer
 from rich.console import Console
 
 from vllm_eagle_mrv2.cli.bench import arguments
-from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison
-from vllm_eagle_mrv2.cli.bench.types import Started
+from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, Engines
+from vllm_eagle_mrv2.cli.bench.report import write
 from vllm_eagle_mrv2.cli.demo.pair import require_vllm
 from vllm_eagle_mrv2.cli.errors import CommandError, print_error
 from vllm_eagle_mrv2.cli.load.report import PLAIN_WIDTH, LoadReport, draw, print_report, to_json
@@ -149,36 +150,20 @@ def _run(
     Raises:
         CommandError: an engine failed before any row was measured.
     """
-    rows: list[LoadRow] = []
-    started: Started | None = None
-    failed: str | None = None
-    try:
-        for k in ks:
-            track(f"K={k}, start of the engines", 1)
-            with comparison.engines(k) as engines:
-                started = engines.started
-                how_often = rounds or (_ROUNDS_ON_CPU if started.device == "cpu" else _ROUNDS)
-                for level in levels:
-                    on_round = track(f"K={k}, {level}", how_often)
-                    rows.append(measure(engines, level, traffic, how_often, on_round))
-    except CommandError as error:
-        if started is None or not rows:
-            raise
-        failed = str(error)
-    assert started is not None
+
+    def rows_of(engines: Engines) -> Iterator[LoadRow]:
+        how_often = rounds or (_ROUNDS_ON_CPU if engines.started.device == "cpu" else _ROUNDS)
+        for level in levels:
+            yield measure(engines, level, traffic, how_often, track(f"K={engines.k}, {level}", how_often))
+
+    started, rows, failed = comparison.measured(ks, rows_of, lambda k: track(f"K={k}, start of the engines", 1))
     return LoadReport(
         title=comparison.subject.title, versions=arguments.versions(), started=started, rows=rows, error=failed
     )
 
 
 def _show(report: LoadReport, options: dict[str, Any], json_output: str | None, plot: Path | None) -> None:
-    text = json.dumps(to_json(report) | {"options": options}, indent=1, default=str)
-    if json_output == "-":
-        typer.echo(text)
-    else:
-        console = Console()
-        print_report(report, console if console.is_terminal else Console(width=PLAIN_WIDTH))
-        if json_output:
-            Path(json_output).write_text(text + "\n", encoding="utf-8")
+    found = to_json(report) | {"options": options}
+    write(found, json_output, functools.partial(print_report, report), PLAIN_WIDTH)
     if plot:
         draw(report, plot)

@@ -5,47 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from vllm_eagle_mrv2.cli.bench.types import Started
+from vllm_eagle_mrv2.cli.bench.report import Report, save
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.cli.on_cpu import TIMES_MEAN_NOTHING
 
 PLAIN_WIDTH = 180
 
 
-class LoadReport(BaseModel):
-    """All rows of a run, with the machine and models that they were measured on."""
+class LoadReport(Report):
+    """All rows of a run of ``bench-load``."""
 
-    title: str
-    versions: dict[str, str | None]
-    started: Started
     rows: list[LoadRow]
-    error: str | None = None
 
     @property
     def passed(self) -> bool:
         """Whether every row allows a verdict."""
-        return self.error is None and all(row.decided for row in self.rows)
+        return super().passed and all(row.decided for row in self.rows)
 
 
 def to_json(report: LoadReport) -> dict[str, Any]:
     """The report as JSON, with every round."""
-    return {
-        "title": report.title,
-        "versions": {"vllm": report.started.vllm_version, **report.versions},
-        "device": report.started.device,
-        "device_name": report.started.device_name,
-        "passed": report.passed,
-        "error": report.error,
-        "rows": [row_to_json(row) | {"rounds": _rounds(row)} for row in report.rows],
-    }
+    return report.head() | {"rows": [_row_to_json(row) for row in report.rows]}
 
 
-def row_to_json(row: LoadRow) -> dict[str, Any]:
-    """A row without its single rounds."""
+def _row_to_json(row: LoadRow) -> dict[str, Any]:
     others = range(1, len(row.names))
     return {
         "k": row.k,
@@ -55,6 +41,7 @@ def row_to_json(row: LoadRow) -> dict[str, Any]:
         "decided_by": row.decisive,
         "noise": row.noise,
         "verdict": row.verdict,
+        "rounds": _rounds(row),
     }
 
 
@@ -139,12 +126,4 @@ def draw(report: LoadReport, path: Path) -> None:
     for axes in (throughput, gains):
         axes.set_xticks(range(len(levels)), [str(level) for level in levels])
         axes.legend()
-    warning = "; on a CPU these times mean nothing" if report.started.device == "cpu" else ""
-    names = report.rows[0].names
-    figure.suptitle(
-        f"{report.title}\nvLLM {report.started.vllm_version}, {report.started.device_name}{warning}\n"
-        f"dashed: {names[0]}; solid: {names[-1]}",
-        fontsize="medium",
-        wrap=True,
-    )
-    figure.savefig(path, dpi=150)
+    save(figure, report, report.rows[0].names, path)

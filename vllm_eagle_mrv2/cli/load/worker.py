@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel
-
-from vllm_eagle_mrv2.cli.bench.types import Job, Started
-from vllm_eagle_mrv2.cli.bench.worker import CPU_ARGUMENTS, percentile
+from vllm_eagle_mrv2.cli.bench.types import Job
+from vllm_eagle_mrv2.cli.bench.worker import Worker, engine_arguments, percentile, started
 from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
-from vllm_eagle_mrv2.cli.engine_process import OnTokens, serve
+from vllm_eagle_mrv2.cli.engine_process import serve
 from vllm_eagle_mrv2.cli.load.types import Load, LoadRound, Request
 
 
@@ -33,19 +31,13 @@ class LoadEngine:
     def __init__(self, job: Job) -> None:
         """Start the engine."""
         import vllm
-        from vllm.platforms import current_platform
 
         self._loop = asyncio.new_event_loop()
         self._prompts, self._ignore_eos = job.prompts, job.ignore_eos
-        arguments = job.arguments | (CPU_ARGUMENTS if current_platform.is_cpu() else {})
-        arguments = {"model": job.model, "speculative_config": job.speculative_config, **arguments, **job.overrides}
-        self._engine: Any = self._loop.run_until_complete(self._start(vllm.AsyncEngineArgs(**arguments)))
+        arguments = vllm.AsyncEngineArgs(**engine_arguments(job))
+        self._engine: Any = self._loop.run_until_complete(self._start(arguments))
         self._rounds = 0
-        self.started = Started(
-            vllm_version=vllm.__version__,
-            device=current_platform.device_type,
-            device_name=current_platform.get_device_name() or current_platform.device_type,
-        )
+        self.started = started()
 
     @staticmethod
     async def _start(arguments: Any) -> Any:
@@ -138,18 +130,5 @@ def time_per_output_token(one: Served) -> float:
     return (last - first) / sum(new for _, new in one.outputs[1:])
 
 
-class _Worker:
-    """The first job starts the engine, the others measure it."""
-
-    def __init__(self) -> None:
-        self._engine: LoadEngine | None = None
-
-    def answer(self, job: str, on_tokens: OnTokens) -> BaseModel:
-        if self._engine is None:
-            self._engine = LoadEngine(Job.model_validate_json(job))
-            return self._engine.started
-        return self._engine.measure(Load.model_validate_json(job))
-
-
 if __name__ == "__main__":
-    sys.exit(serve(_Worker().answer))
+    sys.exit(serve(Worker(LoadEngine, Load).answer))
