@@ -10,6 +10,7 @@ import torch
 from support import engine, greedy, has_cuda, held_out_prompts, multiply_as_on_a_gpu, recorded_drafts, speculator_of
 
 from vllm_eagle_mrv2.draft_model import linear
+from vllm_eagle_mrv2.drafting import loop
 
 pytestmark = pytest.mark.skipif(has_cuda(), reason="tests/gpu has them on the GPU")
 
@@ -51,3 +52,24 @@ def test_drafts_of_lone_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.count("row_product") >= 5 * seen.count("gated_row_product")
     # Of a draft prefill three layers look at the last token alone.
     assert seen.count("row_product of several rows") == 2 * seen.count("gated_row_product of several rows") > 0
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_drafts_of_several_requests_prefills(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same whether or not layers after the attention leave out the rows that are not read."""
+    drafts: dict[bool, list[list[int]]] = {}
+    seen: list[int] = []
+
+    def spread(product: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        seen.append(len(rows))
+        return torch.full((num_rows, product.shape[1]), torch.nan, dtype=product.dtype).index_copy_(0, rows, product)
+
+    monkeypatch.setattr(linear, "_spread", spread)
+    for picks in (False, True):
+        monkeypatch.setattr(loop, "_WORTH_PICKING", 0 if picks else 2**62)
+        with engine("eagle_mrv2", k=2, enforce_eager=eager) as llm:
+            drafts[picks] = recorded_drafts(speculator_of(llm))
+            seen.clear()
+            greedy(llm, held_out_prompts(4), 8)
+            assert (4 in seen) is picks
+    assert drafts[True] == drafts[False]

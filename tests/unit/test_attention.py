@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm_eagle_mrv2.draft_model import attention
 from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
-from vllm_eagle_mrv2.draft_model.last_row import only_row
+from vllm_eagle_mrv2.draft_model.rows_read import RowsRead
 from vllm_eagle_mrv2.kernels import single_token_attention
 from vllm_eagle_mrv2.kernels.single_token_attention import rotated_reference, single_token_attention_reference
 
@@ -211,6 +211,7 @@ class Module(nn.Module):
 
         super().__init__()
         self.attn = Layer()
+        self.read = RowsRead(torch.tensor([1], device=DEVICE))
         plain = {"head_size": WIDTH, "rotary_dim": WIDTH, "max_position_embeddings": 64, "is_neox_style": True}
         with set_current_vllm_config(VllmConfig()):
             self.rotary_emb = RotaryEmbedding(**plain | rope, base=100, dtype=torch.float16).to(DEVICE)
@@ -246,7 +247,7 @@ def rope_is_left(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Module,
         context = SimpleNamespace(attn_metadata={Layer.layer_name: of_batch})
         monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
         module, positions = Module(rope), torch.tensor([40, 3, 17, 5], device=DEVICE)
-        attention.install(nn.ModuleList([module]), nn.Module(), positions=positions)
+        attention.install(nn.ModuleList([module]), nn.Module(), positions=positions, read=module.read)
         return module, positions[:3]
 
     return make
@@ -285,7 +286,7 @@ def test_one_row_of_a_request_attends(rope_is_left: Callable[..., Any]) -> None:
     """To what comes before it, by our kernel; keys are turned and written by vLLM."""
     batch = one_request()
     module, positions = rope_is_left(batch)
-    with only_row(torch.tensor([1], device=DEVICE)):
+    with module.read.only(1):
         found = run(module, batch)
     table = module.rotary_emb.stock.cos_sin_cache
     assert found["given query"].equal(found["query"])
@@ -313,10 +314,11 @@ def test_one_row_of_another_batch_is_stocks(other: dict[str, Any], rope_is_left:
         else:
             setattr(batch, name, value)
     module, _ = rope_is_left(batch)
-    with only_row(torch.tensor([1], device=DEVICE)):
+    with module.read.only(1):
         assert (run(module, batch)["output"] == 7).all()
-        # Where vLLM's attention writes the cache itself, it does.
-        module, _ = rope_is_left(one_request())
+    # Where vLLM's attention writes the cache itself, it does.
+    module, _ = rope_is_left(one_request())
+    with module.read.only(1):
         assert (run(module, one_request(), update=False)["output"] == 7).all()
 
 

@@ -163,6 +163,15 @@ def test_compiled_models_are_cached_apart_from_stocks(models: dict[str, str]) ->
     assert ask(models, "eagle").create_engine_config().additional_config == {}
 
 
+def test_compiled_models_are_cached_apart_from_another_versions(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose operators may take other arguments."""
+    before = ask(models).create_engine_config().compute_hash()
+    monkeypatch.setattr("vllm_eagle_mrv2.patches.engine_args.__version__", "99.0")
+    assert ask(models).create_engine_config().compute_hash() != before
+
+
 def test_the_marker_survives_the_way_into_a_worker(models: dict[str, str]) -> None:
     config = ask(models).create_engine_config()
     for arrived in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):

@@ -14,7 +14,7 @@ import torch
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.draft_model.last_row import row_read
+from vllm_eagle_mrv2.drafting import loop as loop_module
 from vllm_eagle_mrv2.drafting.defects import loop_class
 from vllm_eagle_mrv2.drafting.loop import DraftConfig, DraftLoop, ForwardInputs, GraphRun
 from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, PATHS, DraftCounter, read_counts
@@ -186,7 +186,7 @@ class ToyAdapter:
     positions_at_builds: list[list[int]] = field(default_factory=list)
     sampled: list[tuple[int, bool]] = field(default_factory=list)  # draft_step, whether its logits are kept
     inputs: list[ForwardInputs] = field(default_factory=list)  # of each forward pass
-    one_row: list[bool] = field(default_factory=list)  # only one row of it is read
+    rows_read: list[list[int] | None] = field(default_factory=list)  # the only ones of each forward pass
     combined: list[str] = field(default_factory=list)
     in_replay: bool = False
     loop: DraftLoop = field(init=False)
@@ -256,7 +256,8 @@ class ToyAdapter:
     def run_draft_model(self, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append(("forward", "in replay" if self.in_replay else "eager"))
         self.inputs.append(inputs)
-        self.one_row.append(row_read() is not None)
+        read = self.loop.rows_read.now()
+        self.rows_read.append(None if read is None else read.tolist())
         buffers, rows = self.loop.buffers, inputs.num_tokens
         tokens, positions = buffers.input_ids[:rows, None], buffers.positions[:rows, None]
         for_head, for_next_step = toy_model(tokens, positions, buffers.hidden_states[:rows])
@@ -398,34 +399,42 @@ def test_drafts_are_a_view_of_the_persistent_buffer() -> None:
     assert loop.propose(batch_of(ROWS, 4)).data_ptr() == loop.buffers.draft_tokens.data_ptr()
 
 
-def test_one_row_of_a_lone_requests_prefill_is_read() -> None:
+def test_only_the_last_rows_of_a_prefill_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decodes after it read all of theirs."""
+    monkeypatch.setattr(loop_module, "_WORTH_PICKING", 0)
     adapter = ToyAdapter()
     loop = loop_on(adapter)
-    loop.one_row_is_enough = True
+    loop.weights_after_attention = 1
     for rows in (ROWS[:1], ROWS[:2]):
         assert loop.propose(batch_of(rows, 3))[:, :3].tolist() == expected_drafts(rows, 3, 0)
-    assert adapter.one_row == [True, False, False] + [False] * 3
+    assert adapter.rows_read == [[1], None, None, [1, 8], None, None]  # of the tokens that were kept
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "mode", "enough", "alone"),
+    ("num_reqs", "tokens_each", "mode", "weights", "picks"),
     [
-        (1, Mode.FULL, True, True),
-        (1, Mode.NONE, True, True),
-        (1, Mode.PIECEWISE, True, False),
-        (2, Mode.FULL, True, False),
-        (1, Mode.NONE, False, False),
+        (1, 1, Mode.FULL, 1, True),
+        (1, 1, Mode.NONE, 1, True),
+        (1, 1, Mode.PIECEWISE, 1, False),
+        (1, 1, Mode.NONE, 0, False),
+        (2, 4, Mode.NONE, 1, False),
+        (2, 4, Mode.NONE, 10, True),
+        (2, 4, Mode.FULL, 10, True),
+        (2, 4, Mode.PIECEWISE, 10, False),
+        (2, 1, Mode.NONE, 1000, False),
     ],
 )
-def test_the_last_row_of_a_lone_request_counts_alone(num_reqs: int, mode: Mode, enough: bool, alone: bool) -> None:
-    """Not in a PIECEWISE graph, which any number of requests may replay."""
+def test_when_rows_are_picked(
+    num_reqs: int, tokens_each: int, mode: Mode, weights: int, picks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in a PIECEWISE graph, which any number of requests may replay, and several only where it saves enough."""
+    monkeypatch.setattr(loop_module, "_WORTH_PICKING", 50)
     adapter = ToyAdapter()
     loop = loop_on(adapter)
-    loop.one_row_is_enough = enough
-    loop.prefill(inputs_of(num_reqs, mode), drafts=False)
-    assert adapter.one_row == [alone]
-    assert row_read() is None
+    loop.weights_after_attention = weights
+    loop.prefill(inputs_of(num_reqs, mode)._replace(num_tokens=num_reqs * tokens_each), drafts=False)
+    assert [rows is not None for rows in adapter.rows_read] == [picks]
+    assert loop.rows_read.now() is None
 
 
 def test_a_model_with_one_hidden_state_for_both() -> None:

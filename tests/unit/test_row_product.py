@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from vllm_eagle_mrv2.draft_model import linear  # noqa: F401  (defines the ops)
-from vllm_eagle_mrv2.draft_model.last_row import only_row
+from vllm_eagle_mrv2.draft_model import linear
+from vllm_eagle_mrv2.draft_model.rows_read import RowsRead
+from vllm_eagle_mrv2.kernels.fp8 import quantized
 from vllm_eagle_mrv2.kernels.row_product import (
     gated_row_product,
     gated_row_product_reference,
@@ -117,26 +120,50 @@ def test_the_rows_at_hand_decide(shape: tuple[int, ...], calls: int, ours: list[
     assert len(ours) == calls
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_one_row_behind_attention(compiled: bool) -> None:
-    """Within `only_row` alone, and of the layers that are told so."""
-    _, weight, bias = inputs(6, 40, torch.float32)
-    x = torch.randn(3, 40, device=DEVICE)
+@pytest.mark.parametrize("picked", [[2], [4, 1]], ids=str)
+def test_rows_that_are_read(picked: list[int], compiled: bool, scaled: bool) -> None:
+    """Only within `RowsRead.only`, and only of the layers that know of it."""
+    pytest.importorskip("vllm._custom_ops")  # brings silu_and_mul
+    _, weight, bias = inputs(64, 40, torch.float32)
+    weight, scale = quantized(weight) if scaled else (weight, None)
+    x = torch.randn(5, 40, device=DEVICE)
     x[0] = torch.nan
+    read = RowsRead(torch.tensor([*picked, 99], device=DEVICE))
 
-    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ops = torch.ops.vllm_eagle_mrv2
-        return ops.linear(x, weight, bias, True), ops.gated_linear(x, weight, True), ops.linear(x, weight, bias)
+    def three(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ops, rows = torch.ops.vllm_eagle_mrv2, (read.index, read.count)
+        after = ops.linear(x, weight, bias, scale, *rows), ops.gated_linear(x, weight, scale, *rows)
+        return *after, ops.linear(x, weight, bias, scale)
 
-    call = torch.compile(both, fullgraph=True, dynamic=True) if compiled else both
-    every, alone = F.linear(x, weight, bias), gated_row_product(x[2], weight)
-    with only_row(torch.tensor([2], device=DEVICE)):
-        behind, gated, before = call(x)
-    torch.testing.assert_close(behind[2], every[2])
-    torch.testing.assert_close(gated[2], alone)
-    torch.testing.assert_close(before, every, equal_nan=True)
-    afterwards = torch.ops.vllm_eagle_mrv2.linear(x, weight, bias, True)
-    torch.testing.assert_close(afterwards, every, equal_nan=True)
+    call = torch.compile(three, fullgraph=True, dynamic=True) if compiled else three
+    every = torch.stack([row_product_reference(row, weight, bias, scale) for row in x])
+    gates = torch.stack([gated_row_product_reference(row, weight, scale) for row in x])
+    for within in (False, True, False):
+        with read.only(len(picked)) if within else contextlib.nullcontext():
+            products, gated, before = call(x)
+        rows = picked if within else slice(None)
+        assert products.shape == every.shape
+        assert gated.shape == gates.shape
+        torch.testing.assert_close(products[rows], every[rows], equal_nan=True)
+        torch.testing.assert_close(gated[rows], gates[rows], rtol=1e-4, atol=1e-4, equal_nan=True)
+        torch.testing.assert_close(before, every, equal_nan=True)
+
+
+def test_only_the_rows_that_are_read_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def counted(x: torch.Tensor, *of: Any) -> torch.Tensor:
+        seen.append(len(x))
+        return F.linear(x, *of)
+
+    monkeypatch.setattr(linear, "F", SimpleNamespace(linear=counted))
+    _, weight, bias = inputs(6, 40, torch.float32)
+    read = RowsRead(torch.tensor([4, 1], device=DEVICE))
+    with read.only(2):
+        torch.ops.vllm_eagle_mrv2.linear(torch.randn(5, 40, device=DEVICE), weight, bias, None, read.index, read.count)
+    assert seen == [2]
 
 
 def test_a_compiled_model_decides_at_every_call(ours: list[torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ combines the splits.  FlashInfer's own kernels follow a plan made by the CPU, wh
 `SingleTokenAttention` reads each request's length on the device, applies RoPE to the query and the key, and writes the
 token's key and value to the cache; vLLM launches separate kernels for RoPE and the cache.
 
-The kernel also serves draft prefills of which only one row is read (see `last_row`), for that row's query.
+The kernel also serves draft prefills of one request, for the query of the only row that is read (see `rows_read`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_eagle_mrv2.draft_model import compile_ahead
-from vllm_eagle_mrv2.draft_model.last_row import row_read
+from vllm_eagle_mrv2.draft_model.rows_read import RowsRead
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 from vllm_eagle_mrv2.releases.surface import class_path
 
@@ -76,6 +76,7 @@ def install(
     block_size: int = 16,
     positions: torch.Tensor | None = None,
     max_model_len: int = 0,
+    read: RowsRead | None = None,
 ) -> bool:
     """Make a draft's plain FlashAttention and FlashInfer layers use `SingleTokenAttention` for one token per request.
 
@@ -90,6 +91,7 @@ def install(
             unchanged.
         max_model_len: all positions are below it.  The kernel reads RoPE's table without a bounds check, so a module
             with a shorter table keeps its RoPE.
+        read: the rows that are read of a pass; None means all of every pass.
 
     Returns:
         whether these are all attention layers of the draft; then `DecodeMetadata` is all that draft decodes need.
@@ -100,7 +102,7 @@ def install(
     plain = [layer for layer in layers if _is_plain(layer.impl)]
     ropes = {} if positions is None else _take_ropes(draft, plain, positions, max_model_len)
     for layer in plain:
-        _attend_by_ours(layer.impl, kernels, ropes.get(id(layer)))
+        _attend_by_ours(layer.impl, kernels, ropes.get(id(layer)), read)
     weight = next(draft.parameters(), None)
     all_are = len(plain) == len(layers) > 0
     if weight is not None:
@@ -175,7 +177,9 @@ def _shape(impl: Any) -> tuple[int, int, int]:
     return impl.num_heads, impl.num_kv_heads, impl.head_size
 
 
-def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention], rope: Rope | None) -> None:
+def _attend_by_ours(
+    impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttention], rope: Rope | None, read: RowsRead | None
+) -> None:
     stock_forward = impl.forward
     shape = _shape(impl)
     update = _CacheUpdate(impl, rope)
@@ -226,9 +230,9 @@ def _attend_by_ours(impl: Any, kernels: dict[tuple[int, ...], SingleTokenAttenti
             )
             return output
         elif rope is not None:
-            row, (_, keys_are_turned) = row_read(), update.taken()
-            if plain and row is not None and keys_are_turned and _is_one_request(attn_metadata, query):
-                return attend(query, kv_cache, attn_metadata, output, index=row)
+            rows, (_, keys_are_turned) = None if read is None else read.now(), update.taken()
+            if plain and rows is not None and keys_are_turned and _is_one_request(attn_metadata, query):
+                return attend(query, kv_cache, attn_metadata, output, index=rows)
             rope.turn(query, *([] if keys_are_turned else [key]))
         return stock_forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 from vllm_eagle_mrv2.draft_model import compile_ahead, fp8
-from vllm_eagle_mrv2.draft_model.last_row import row_read
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits, FewRows
+from vllm_eagle_mrv2.draft_model.rows_read import RowsRead, rows_read
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.device import is_measured
@@ -31,11 +31,11 @@ from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.releases.surface import class_path
 
 _library = torch.library.Library("vllm_eagle_mrv2", "DEF")
-_library.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, bool behind_attention=False, Tensor? scale=None) -> Tensor"
-)
-_library.define("gated_linear(Tensor x, Tensor weight, bool behind_attention=False, Tensor? scale=None) -> Tensor")
+_FURTHER = "Tensor? scale=None, Tensor? index=None, Tensor? count=None"
+_library.define(f"linear(Tensor x, Tensor weight, Tensor? bias, {_FURTHER}) -> Tensor")
+_library.define(f"gated_linear(Tensor x, Tensor weight, {_FURTHER}) -> Tensor")
 
+_ROWS_READ = "rows_read"  # attribute of layers after the attention
 _HALF = (torch.bfloat16, torch.float16)
 _MODELS = "vllm.model_executor.models"
 _ATTENTION = f"{_MODELS}.llama.LlamaAttention"
@@ -47,15 +47,49 @@ def _linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    behind_attention: bool = False,
     scale: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    rows = rows_read(index, count)
+    if rows is None or _is_one_row(x):
+        return _product(x, weight, bias, scale)
+    if len(rows) == 1 and _takes_row(x, scale):
+        return row_product(x, weight, bias, rows, scale)
+    return _spread(_product(x[rows], weight, bias, scale), rows, len(x))
+
+
+def _gated_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    rows = rows_read(index, count)
+    if rows is None or _is_one_row(x):
+        return _gated_product(x, weight, scale)
+    if len(rows) == 1 and _takes_row(x, scale):
+        return gated_row_product(x, weight, rows, scale)
+    return _spread(_gated_product(x[rows], weight, scale), rows, len(x))
+
+
+def _spread(product: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return [num_rows, N], of which only the given rows, those of the product, are defined."""
+    return product.new_empty(num_rows, product.shape[1]).index_copy_(0, rows, product)
+
+
+def _takes_row(x: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    return x.stride(-1) == 1 and (scale is None or x.is_cuda)
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
 ) -> torch.Tensor:
     if scale is not None and not x.is_cuda:
         return F.linear(x, dequantized(weight, scale, x.dtype), bias)
     if _is_one_row(x):
         return row_product(x.reshape(-1), weight, bias, scale=scale).view(*x.shape[:-1], -1)
-    if behind_attention and _is_read_by_one_row(x):
-        return row_product(x, weight, bias, row_read(), scale)
     if scale is not None:
         return _several_rows(x.reshape(-1, x.shape[-1]), weight, bias, scale).view(*x.shape[:-1], -1)
     if bias is None and _are_few(x, weight):
@@ -63,14 +97,10 @@ def _linear(
     return F.linear(x, weight, bias)
 
 
-def _gated_linear(
-    x: torch.Tensor, weight: torch.Tensor, behind_attention: bool = False, scale: torch.Tensor | None = None
-) -> torch.Tensor:
+def _gated_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     if _is_one_row(x):
         return gated_row_product(x.reshape(-1), weight, scale=scale).view(*x.shape[:-1], -1)
-    if behind_attention and _is_read_by_one_row(x):
-        return gated_row_product(x, weight, row_read(), scale)
-    product = _linear(x, weight, None, scale=scale)
+    product = _product(x, weight, None, scale)
     gated = _half_of(product)
     torch.ops._C.silu_and_mul(gated, product)
     return gated
@@ -117,10 +147,6 @@ def _is_one_row(x: torch.Tensor) -> bool:
     return bool(x.numel() == x.shape[-1])
 
 
-def _is_read_by_one_row(x: torch.Tensor) -> bool:
-    return row_read() is not None and x.dim() == 2 and x.stride(1) == 1
-
-
 def _half_of(product: torch.Tensor) -> torch.Tensor:
     return product.new_empty(*product.shape[:-1], product.shape[-1] // 2)
 
@@ -129,15 +155,11 @@ def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dim() == 2 and x.stride(1) == 1 and few_rows.takes(len(x), weight)
 
 
-def _empty_result(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any = None, behind_attention: bool = False, scale: Any = None
-) -> torch.Tensor:
+def _empty_result(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _empty_gated_result(
-    x: torch.Tensor, weight: torch.Tensor, behind_attention: bool = False, scale: Any = None
-) -> torch.Tensor:
+def _empty_gated_result(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
     return _half_of(_empty_result(x, weight))
 
 
@@ -160,7 +182,7 @@ class Installed(NamedTuple):
     """Result of `install`."""
 
     layers: int = 0  # number of layers that use the kernels
-    one_row: bool = False  # whether all layers after the draft's only attention do; see `last_row`
+    after_attention: int = 0  # weights that multiply only the rows that are read; see `rows_read`
     head: bool = False  # whether the head does
     quantized: tuple[str, ...] = ()  # quantization methods, one name per quantized layer
     rounded: tuple[Any, ...] = ()  # layers whose weights became FP8
@@ -237,6 +259,7 @@ def install(
     target: torch.nn.Module,
     logits: DraftLogits | None = None,
     few: FewRows | None = None,
+    read: RowsRead | None = None,
     *,
     rounds: bool = False,
     trims: bool = False,
@@ -249,6 +272,7 @@ def install(
         logits: the draft's `DraftLogits`; its ``LogitsProcessor`` then uses the kernels with any head it is given.
             None leaves the head out.
         few: fused head kernel for at most 32 rows, to be compiled ahead; None means matmul.
+        read: the rows that are read of a pass; None means all of every pass.
         rounds: make the weights FP8.
         trims: rows of the head are going to be copied, which replace it.
 
@@ -265,10 +289,11 @@ def install(
     rounded = fp8.quantize_layers(draft, named, head=not trims) if rounds else []
     layers += [layer for layer in rounded if layer not in layers]
     gates = {id(mlp.gate_up_proj) for mlp in gated}
-    behind = _behind_attention(own, gated)
+    after = [] if read is None else _after_attention(own, gated, layers)
+    for layer in after:
+        setattr(layer, _ROWS_READ, read)
     for layer in layers:
-        apply = _apply_gated if id(layer) in gates else _apply
-        _multiply(layer, functools.partial(apply, behind_attention=id(layer) in behind))
+        _multiply(layer, _apply_gated if id(layer) in gates else _apply)
     for mlp in gated:
         mlp.act_fn = torch.nn.Identity()
     kinds = {
@@ -277,17 +302,17 @@ def install(
             layer.weight.dtype,
             getattr(layer, "bias", None) is None,
             id(layer) in gates,
-            id(layer) in behind,
+            layer in after,
         ): layer
         for layer in layers
     }
     for layer in kinds.values():
-        _compile_ahead(layer, gated=id(layer) in gates, behind_attention=id(layer) in behind)
+        _compile_ahead(layer, gated=id(layer) in gates, picks=layer in after)
     if takes_head and not rounds:
         _compile_ahead(head, few if head.tp_size == 1 else None)
     return Installed(
         len(layers),
-        one_row=len(behind) > 0 and behind <= {id(layer) for layer in layers},
+        after_attention=sum(layer.weight.numel() for layer in after),
         head=takes_head,
         quantized=tuple(type(module.quant_method).__name__ for module in own if _is_quantized(module)),
         rounded=tuple(rounded),
@@ -324,12 +349,13 @@ def _is_quantized(layer: Any) -> bool:
     return not plain and weight is not None and _runs_kernels(weight)
 
 
-def _behind_attention(modules: list[Any], gated: list[Any]) -> set[int]:
-    """Return the ids of the layers after the only attention of a Llama-like draft; none if it has several."""
+def _after_attention(modules: list[Any], gated: list[Any], layers: list[Any]) -> list[Any]:
+    """Return the layers after the only attention of a Llama-like draft if all use the kernels."""
     attentions = [module for module in modules if class_path(type(module)) == _ATTENTION]
     if not sum(hasattr(module, "impl") for module in modules) == len(attentions) == len(gated) == 1:
-        return set()
-    return {id(attentions[0].o_proj), id(gated[0].gate_up_proj), id(gated[0].down_proj)}
+        return []
+    after = [attentions[0].o_proj, gated[0].gate_up_proj, gated[0].down_proj]
+    return after if all(layer in layers for layer in after) else []
 
 
 def _is_gated(module: Any) -> bool:
@@ -347,20 +373,20 @@ def _runs_kernels(weight: torch.Tensor) -> bool:
     return weight.is_cuda and torch.version.hip is None and is_measured(weight.device)
 
 
-def _apply(
-    layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, *, behind_attention: bool = False
-) -> torch.Tensor:
-    scale = getattr(layer, fp8.SCALE, None)
-    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.linear(x, layer.weight, bias, behind_attention, scale)
+def _apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.linear(x, layer.weight, bias, *_further_inputs(layer))
     return product
 
 
-def _apply_gated(
-    layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, *, behind_attention: bool = False
-) -> torch.Tensor:
-    scale = getattr(layer, fp8.SCALE, None)
-    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.gated_linear(x, layer.weight, behind_attention, scale)
+def _apply_gated(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.vllm_eagle_mrv2.gated_linear(x, layer.weight, *_further_inputs(layer))
     return product
+
+
+def _further_inputs(layer: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return a layer's scales and the tensors of its `RowsRead`."""
+    read = getattr(layer, _ROWS_READ, None)
+    return getattr(layer, fp8.SCALE, None), *((None, None) if read is None else (read.index, read.count))
 
 
 def _multiply(layer: Any, apply: Callable[..., torch.Tensor]) -> None:
@@ -369,10 +395,11 @@ def _multiply(layer: Any, apply: Callable[..., torch.Tensor]) -> None:
     layer.quant_method.apply = apply
 
 
-def _compile_ahead(
-    layer: Any, few: FewRows | None = None, *, gated: bool = False, behind_attention: bool = False
-) -> None:
-    """Compile a layer's kernels now, rather than during capture or at the first request of an eager draft."""
+def _compile_ahead(layer: Any, few: FewRows | None = None, *, gated: bool = False, picks: bool = False) -> None:
+    """Compile a layer's kernels now, rather than during capture or at the first request of an eager draft.
+
+    With ``picks`` also those that pick one row of several.
+    """
     weight, bias, scale = layer.weight.data, getattr(layer, "bias", None), getattr(layer, fp8.SCALE, None)
     dtype = weight.dtype if scale is None else layer.rounded_from
     several = few_rows.variants(weight) if scale is None else [few_rows.LEAST_ROWS, few_rows.MAX_ROWS]
@@ -387,7 +414,7 @@ def _compile_ahead(
             rows = torch.empty(num_rows, weight.shape[1], dtype=dtype, device="meta")
             if num_rows == 1:
                 lone(rows[0])
-                if behind_attention:
+                if picks:
                     lone(rows, index=torch.empty(1, dtype=torch.int64, device="meta"))
             elif few is not None:
                 few(rows, weight, scale=scale)

@@ -156,15 +156,18 @@ class Drafter:
         # A rank that runs part of the tokens has its own positions.
         positions = None if self.adapter.prefills_in_parts else self.loop.buffers.positions
         block_size = stock.vllm_config.cache_config.block_size or 16
-        self.attends_by_ours = attention.install(stock.model, target_model, block_size, positions, stock.max_model_len)
+        self.attends_by_ours = attention.install(
+            stock.model, target_model, block_size, positions, stock.max_model_len, self.loop.rows_read
+        )
 
     def _replace_products(self, target_model: Any) -> None:
         few = self.adapter.few_rows if self._drafts_greedily and DraftHead(self.stock.model).offsets is None else None
         trims = self.settings.kept_tokens is not None
+        read = None if self.adapter.prefills_in_parts else self.loop.rows_read
         self.products = linear.install(
-            self.stock.model, target_model, self.logits, few, rounds=self._rounds, trims=trims
+            self.stock.model, target_model, self.logits, few, read, rounds=self._rounds, trims=trims
         )
-        self.loop.one_row_is_enough = self.products.one_row and not self.adapter.prefills_in_parts
+        self.loop.weights_after_attention = self.products.after_attention
 
     @property
     def _rounds(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.batch.queue import BatchQueue
-from vllm_eagle_mrv2.draft_model.last_row import only_row
+from vllm_eagle_mrv2.draft_model.rows_read import RowsRead
 from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphManager, GraphMode
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
@@ -24,6 +24,10 @@ from vllm_eagle_mrv2.telemetry import counters
 
 if TYPE_CHECKING:
     from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
+
+
+_WORTH_PICKING = 50_000_000_000
+"""Multiplications that cost more than picking rows for three products: about 0.15 ms on an H100."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,10 @@ class DraftLoop:
         """Drafts from hidden states [n, H]: a row of keys or one token for each of the n rows (`how_drafted`)."""
         self.build_metadata = adapter.build_decode_metadata
         """Builds attention metadata and slot mappings of a draft decode."""
-        self.one_row_is_enough = False
-        """Whether a draft prefill of one request needs to compute only the row that is read."""
+        self.rows_read = RowsRead(buffers.last_token_indices)
+        """Tells the draft's layers which rows of a draft prefill are read."""
+        self.weights_after_attention = 0
+        """Number of the draft's weights that need to multiply only these rows."""
         self.slot_table: SlotTable | None = None
         """Where the slots of draft decodes are written, if they can be looked up one step ahead."""
         self.phase_run: Callable[[DraftBatch], GraphRun | None] | None = None
@@ -189,7 +195,7 @@ class DraftLoop:
         ``slot_table`` the slots of the first decode are written too.
         """
         buffers, config, num_reqs = self.buffers, self.config, inputs.num_reqs
-        with self._reading_one_row(inputs):
+        with self._reading_last_rows(inputs):
             for_head, for_next_step = self.adapter.run_draft_model(inputs)
         if not drafts:
             return
@@ -203,12 +209,15 @@ class DraftLoop:
             sample_offset=config.sample_offset,
         )
 
-    def _reading_one_row(self, inputs: ForwardInputs) -> AbstractContextManager[None]:
+    def _reading_last_rows(self, inputs: ForwardInputs) -> AbstractContextManager[None]:
         """Context of a draft prefill, after which only the hidden state of each request's last token is read."""
         # A PIECEWISE graph serves a number of tokens, of however many requests.
-        if inputs.num_reqs != 1 or not self.one_row_is_enough or inputs.mode.name == "PIECEWISE":
+        if not self.weights_after_attention or inputs.mode.name == "PIECEWISE":
             return nullcontext()
-        return only_row(self.buffers.last_token_indices[:1])
+        saved = (inputs.num_tokens - inputs.num_reqs) * self.weights_after_attention
+        return (
+            self.rows_read.only(inputs.num_reqs) if inputs.num_reqs == 1 or saved >= _WORTH_PICKING else nullcontext()
+        )
 
     def phase(
         self,

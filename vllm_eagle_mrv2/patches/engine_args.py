@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.config import kill_switch, one_model
 from vllm_eagle_mrv2.config.checkpoints import Reader, check_weights
 from vllm_eagle_mrv2.config.draft_config import fit_to_target
@@ -315,12 +316,14 @@ def _name_in_caches(config: Any) -> None:
     """Give vLLM's caches of compiled models an entry of their own for this engine.
 
     Without it the caches would not always tell this engine from one with the stock method, which lacks this package's
-    operators, from one with another draft for the same target, or from one with other draft backends.
+    operators, from one with another version of them, from one with another draft for the same target, or from one with
+    other draft backends.
     """
     if isinstance(config.additional_config, dict):
         speculative = config.speculative_config
         backends = [str(getattr(speculative, f"{kind}_backend", None)) for kind in ("attention", "moe")]
-        draft = {f"{OPTIONS_KEY}_draft": ", ".join([speculative.draft_model_config.compute_hash(), *backends])}
+        hashes = [speculative.draft_model_config.compute_hash(), *backends, __version__]
+        draft = {f"{OPTIONS_KEY}_draft": ", ".join(hashes)}
         config.additional_config = {OPTIONS_KEY: {}, **config.additional_config, **draft}
 
 
