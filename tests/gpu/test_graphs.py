@@ -27,7 +27,9 @@ from support import (
 from triton.backends.nvidia.driver import CudaLauncher
 
 from vllm_eagle_mrv2 import patches
+from vllm_eagle_mrv2.draft_model import linear
 from vllm_eagle_mrv2.draft_model.compile_ahead import THREAD
+from vllm_eagle_mrv2.drafting import loop
 from vllm_eagle_mrv2.drafting.drafter import drafter_of
 from vllm_eagle_mrv2.kernels import decode_inputs, prefill_inputs, row_product, single_token_attention, step_update
 
@@ -333,6 +335,28 @@ def test_a_request_alone_has_products_of_rows(disable: list[str]) -> None:
     # Of two requests, once the first has ended, there is one left.
     assert (products[1] > 20) is not bool(disable)
     assert products[2] <= products[1] / 2
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_quantization": "fp8"}], ids=str)
+def test_a_prefill_computes_the_rows_that_are_read(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly and in graphs; the other rows are not even numbers here."""
+    tokens, lengths, picked = [], [], 0
+
+    def spread(product: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        nonlocal picked
+        picked += 1
+        return product.new_full((num_rows, product.shape[1]), torch.nan).index_copy_(0, rows, product)
+
+    monkeypatch.setattr(linear, "_spread", spread)
+    for picks in (False, True):
+        monkeypatch.setattr(loop, "_WORTH_PICKING", 0 if picks else 2**62)
+        with engine("eagle_mrv2", options=options, compilation_config=SIZES) as llm:
+            acceptance = Acceptance(llm)
+            tokens.append(greedy(llm, held_out_prompts(7), TOKENS))
+            lengths.append(acceptance.length)
+        assert (picked > 0) is picks
+    assert tokens[0] == tokens[1]
+    assert lengths[0] == pytest.approx(lengths[1], abs=0.05)
 
 
 def test_a_draft_vocabulary_is_not_scattered() -> None:
