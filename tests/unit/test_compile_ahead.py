@@ -101,46 +101,6 @@ print(sorted({variant[0] for variant in launched - compiled}))
 """
 
 
-# Likewise, on a driver without a GPU; prints who made the launcher of a kernel, and when it was launched.
-LAUNCHERS = """
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from vllm_eagle_mrv2.kernels.greedy import argmax_keys
-from vllm_eagle_mrv2.kernels.launching import compiles_alone
-
-def launcher(src, metadata):
-    name = src.fn.__name__
-    print(name, "made by", threading.current_thread().name)
-    return lambda *args: print(name, "launched")
-
-def compiled(*shapes):
-    with compiles_alone():
-        for shape in shapes:
-            argmax_keys(torch.empty(shape, device="meta"))
-
-triton.runtime.driver.set_active(
-    SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        launcher_cls=launcher,
-        utils=SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 232_448},
-            load_binary=lambda *args: ("module", "function", 0, 0, 1024),
-        ),
-    )
-)
-with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
-    thread.submit(compiled, (1, 4096), (1, 4096)).result()
-for width in (4096, 4096, 4097):
-    argmax_keys(torch.empty(1, width))
-"""
-
-
 def run_script(script: str, *arguments: str, **environment: str) -> list[str]:
     """The lines that it prints, with Triton's compiler."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -161,17 +121,6 @@ def test_what_is_launched_has_been_compiled(mapped: bool, sampled: bool) -> None
     assert run_script(SCRIPT, str(int(mapped)), str(int(sampled)))[-1] == "[]"
 
 
-def test_a_launch_finds_its_launcher_made(tmp_path: Path) -> None:
-    """Once: what was not compiled ahead, one width more here, makes its own."""
-    assert run_script(LAUNCHERS, TRITON_CACHE_DIR=str(tmp_path)) == [
-        "_block_keys_kernel made by ahead_0",
-        "_block_keys_kernel launched",
-        "_block_keys_kernel launched",
-        "_block_keys_kernel made by MainThread",
-        "_block_keys_kernel launched",
-    ]
-
-
 def test_one_thread_compiles_while_others_launch() -> None:
     kernel = {(4,): "launched"}
     with compiles_alone():
@@ -183,16 +132,6 @@ def test_one_thread_compiles_while_others_launch() -> None:
         assert by_other == "launched"
     afterwards: Any = launch(kernel, (4,))
     assert afterwards == "launched"
-
-
-def test_threads_take_short_turns_while_one_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    before, turns = sys.getswitchinterval(), []
-    submitted = compile_ahead.submit(torch.device("cuda", 0), lambda: turns.append(sys.getswitchinterval()))
-    assert submitted is not None
-    submitted.result(10)
-    assert turns == [pytest.approx(5e-4)]
-    assert sys.getswitchinterval() == before
 
 
 def test_nothing_is_compiled_for_a_cpu() -> None:

@@ -263,14 +263,6 @@ PATCHES: tuple[Patch, ...] = (
         "nothing: 0.23 gives the batch's",
         releases=">=0.22,<0.23",
     ),
-    Patch(
-        "triton.runtime.driver.active.launcher_cls",
-        "vllm_eagle_mrv2.kernels.launching:Launchers",
-        Scope.WORKER,
-        "keeps launchers that were made ahead, in the background",
-        "Triton runs a C compiler for each at its kernel's first launch",
-        "launchers made by warmup()",
-    ),
     # The draft model
     Patch(
         "quant_method of the draft's own unquantized layers",
