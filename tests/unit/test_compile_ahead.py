@@ -134,6 +134,16 @@ def test_one_thread_compiles_while_others_launch() -> None:
     assert afterwards == "launched"
 
 
+def test_threads_take_short_turns_while_one_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    before, turns = sys.getswitchinterval(), []
+    submitted = compile_ahead.submit(torch.device("cuda", 0), lambda: turns.append(sys.getswitchinterval()))
+    assert submitted is not None
+    submitted.result(10)
+    assert turns == [pytest.approx(5e-4)]
+    assert sys.getswitchinterval() == before
+
+
 def test_nothing_is_compiled_for_a_cpu() -> None:
     assert compile_ahead.submit(torch.device("cpu"), lambda: pytest.fail("called")) is None
 
