@@ -32,7 +32,7 @@ while (($#)); do
   shift
 done
 python=${PYTHON:-python3}
-processes=${EAGLE_MRV2_PROCESSES:-4} # at a time, for the tests of 0.20, each of which has one to itself
+processes=${EAGLE_MRV2_PROCESSES:-4} # at a time, for the tests of 0.20 and 0.22, each of which has one to itself
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -63,11 +63,11 @@ tests() { # job, folder, arguments
   local pytest=(on "$1" "$python" -m pytest -p no:cacheprovider)
   shift 2
   [[ " $*" == *" tests/"* ]] || set -- tests/gpu "$@"
-  if [[ $release != 0.20.* ]]; then
+  if [[ $release != 0.2[02].* ]]; then
     "${pytest[@]}" --junit-xml="$folder/all.xml" "$@" >"$folder/log" 2>&1
     return
   fi
-  # An engine of 0.20 leaves behind what the next one of the process trips over.
+  # An engine of 0.20 leaves behind what the next one of the process trips over, and of 0.22 its GPU memory.
   "${pytest[@]}" --collect-only -q "$@" >"$folder/collected"
   while read -r test; do
     ((++reports <= processes)) || wait -n

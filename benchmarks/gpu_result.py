@@ -188,7 +188,8 @@ def main() -> None:
     result["command"] += [f"{options.date}, at {options.commit}: {command}" for command in options.command]
     result["notes"] += options.note
     put_loads(result, options.loads, options.commit)
-    put_times(result, read_times(options.times, options.version), options.commit)
+    if options.reports or options.times:  # loads name their own commit
+        put_times(result, read_times(options.times, options.version), options.commit)
     target.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{target.name}: {result['tests']}")
 

@@ -335,6 +335,13 @@ def test_what_was_measured_again_moves_aside(tmp_path: Path, monkeypatch: pytest
     assert result["date"] == "day-a"  # of the tests
     assert result["command"] == ["day-a, at a: pairs", "day-b, at b: pairs", "day-b, at b: pairs"]
     assert put("c", {}, "--reports", str(report))["date"] == "day-c"
+    loads = tmp_path / "loads.jsonl"
+    loads.write_text(json.dumps({"vllm": "0.26.0", "shape": "1b", "concurrency": 1, "gain": [1.1, 1.0, 1.2]}))
+    monkeypatch.setattr(sys, "argv", f"- 0.26.0 --loads {loads} --date day-d --commit d --command loads".split())
+    gpu_result.main()
+    result = json.loads((tmp_path / "h200-vllm-0.26.0.json").read_text())
+    assert result["commit"] == "c"  # of the tests and pairs
+    assert result["under_load"][0]["commit"] == "d"
 
 
 def test_the_last_report_of_a_test_counts(tmp_path: Path) -> None:
