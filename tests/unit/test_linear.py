@@ -18,6 +18,7 @@ from vllm_eagle_mrv2.config.vocab_ranking import KeptTokens
 from vllm_eagle_mrv2.draft_model import compile_ahead, fp8, linear
 from vllm_eagle_mrv2.draft_model.head import DraftHead
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits
+from vllm_eagle_mrv2.draft_model.rows_read import RowsRead
 from vllm_eagle_mrv2.draft_model.trimmed_head import TrimmedHead
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
@@ -284,6 +285,54 @@ def test_an_activation_is_part_of_the_product_before_it(compiled: bool, monkeypa
     assert seen == [(48, HIDDEN)]
     target(inputs(1)[1])
     assert len(seen) == 1
+
+
+class DraftLayer(GatedDraft):
+    """With attention before the MLP, of which only the last product is here."""
+
+    def __init__(self, attentions: int = 1) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList([Attention() for _ in range(attentions)])
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        for attention in self.attentions.children():
+            o_proj: Any = attention.o_proj
+            hidden_states = o_proj(hidden_states)
+        return super().forward(hidden_states)
+
+
+class Impl(nn.Module):
+    impl = None
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.linear import ReplicatedLinear
+
+        super().__init__()
+        self.attn = Impl()
+        self.o_proj = ReplicatedLinear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.float32, return_bias=False)
+        fill(self.o_proj)
+
+
+@pytest.mark.parametrize("other", [None, "all rows are read", "quantized", "two attention layers"])
+def test_layers_after_the_attention(other: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the rows that are not read, if all of them can."""
+    monkeypatch.setattr(linear, "_ATTENTION", f"{Attention.__module__}.{Attention.__qualname__}")
+    draft = DraftLayer(2 if other == "two attention layers" else 1)
+    states = inputs(4)[1]
+    expected = draft(states)
+    read = RowsRead(torch.tensor([3, 1]))
+    if other == "quantized":
+        method = draft.mlp.down_proj.quant_method
+        method.__class__ = type("Fp8", (type(method),), {})
+    installed = linear.install(draft, DraftLayer(), read=None if other == "all rows are read" else read)
+    assert installed.after_attention == (0 if other else HIDDEN * (HIDDEN + 3 * 24))
+    states[[0, 2]] = torch.nan
+    with read.only(2):
+        found = draft(states)
+    torch.testing.assert_close(found[[1, 3]], expected[[1, 3]], rtol=1e-4, atol=1e-4)
+    assert not other or found[0].isnan().all()
 
 
 @pytest.mark.parametrize("other", ["quantized", "biased", "another activation", "another module"])
