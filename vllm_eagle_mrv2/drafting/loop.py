@@ -215,9 +215,9 @@ class DraftLoop:
         if not self.weights_after_attention or inputs.mode.name == "PIECEWISE":
             return nullcontext()
         saved = (inputs.num_tokens - inputs.num_reqs) * self.weights_after_attention
-        return (
-            self.rows_read.only(inputs.num_reqs) if inputs.num_reqs == 1 or saved >= _WORTH_PICKING else nullcontext()
-        )
+        if inputs.num_reqs > 1 and saved < _WORTH_PICKING:
+            return nullcontext()
+        return self.rows_read.only(inputs.num_reqs)
 
     def phase(
         self,
