@@ -43,7 +43,7 @@ def layers_that_need_no_builder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Builder, "__init__", making)
 
-    def attend(impl: Any, kernels: Any, rope: Any) -> None:
+    def attend(impl: Any, kernels: Any, rope: Any, read: Any) -> None:
         stock, write = impl.forward, impl.do_kv_cache_update
         update = attention._CacheUpdate(impl, rope)
         assert rope is not None
