@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.resources import files
@@ -292,3 +293,27 @@ def multiply_as_on_a_gpu(monkeypatch: Any) -> None:
         if hasattr(module, "dispatch_unquantized_gemm"):
             monkeypatch.setattr(module, "dispatch_unquantized_gemm", lambda *_: utils.default_unquantized_gemm)
     monkeypatch.setattr(linear, "_runs_kernels", lambda weight: True)
+
+
+@contextmanager
+def chosen_draft_lengths(numbers: Iterator[int]) -> Iterator[list[int]]:
+    """Have the numbers of draft tokens of ``draft_length: auto`` come from here; yields those that were taken."""
+    from vllm_eagle_mrv2.draft_length.chooser import DraftLength
+
+    taken: list[int] = []
+
+    def choose(self: DraftLength, requests: int) -> int:
+        assert requests > 0
+        self.length = next(numbers)
+        taken.append(self.length)
+        return self.length
+
+    with patch.object(DraftLength, "choose", choose):
+        yield taken
+
+
+def random_draft_lengths(most: int, seed: int = 0) -> Iterator[int]:
+    """Numbers of draft tokens from none to the most, one after the other at random."""
+    draw = random.Random(seed)
+    while True:
+        yield draw.randint(0, most)

@@ -267,9 +267,9 @@ def test_one_graph_for_prefill_and_decodes(
             dispatched.append(batch.num_tokens // batch.num_reqs)
             return dispatch(batch)
 
-        def dispatching_prefill(batch: Any, *tokens: Any) -> Any:
+        def dispatching_prefill(batch: Any, *tokens: Any, **how: Any) -> Any:
             prefills.append((batch.num_reqs, batch.num_tokens))
-            return dispatch_prefill(batch, *tokens)
+            return dispatch_prefill(batch, *tokens, **how)
 
         adapter.dispatch_decode, adapter.dispatch_prefill = dispatching, dispatching_prefill
         acceptance = Acceptance(llm)

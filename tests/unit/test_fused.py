@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm_eagle_mrv2.patches import draft_tokens
 from vllm_eagle_mrv2.patches.wrap import wrap
 from vllm_eagle_mrv2.releases import autoregressive, draft_lengths, fused, installed_version
-from vllm_eagle_mrv2.releases.fused import DecodeEagleCudaGraphManager, DraftBatchDescriptor, FusedAdapter
+from vllm_eagle_mrv2.releases.fused import DecodeEagleCudaGraphManager, FusedAdapter
 from vllm_eagle_mrv2.releases.v0_28 import adapter as v0_28
 from vllm_eagle_mrv2.releases.v0_29 import adapter as v0_29
 from vllm_eagle_mrv2.releases.v0_32 import adapter as v0_32
@@ -103,11 +103,21 @@ def test_the_graph_that_drafts_as_many(make_manager: Any) -> None:
     plain = captured_by(manager)[4]
     manager.specialize([4, 2])
     captured_by(manager)
-    chosen = manager.for_draft_length(plain, 2)
-    assert chosen == DraftBatchDescriptor(**vars(plain), num_draft_tokens=2)
+    chosen = manager.of_draft_length(plain, 2)
+    assert vars(chosen) == {**vars(plain), "num_draft_tokens": 2}
     assert chosen in manager.graphs
-    # Without such a graph the batch runs eagerly.
-    assert manager.for_draft_length(plain, 3) == dataclasses.replace(plain, cg_mode=CUDAGraphMode.NONE)
+    assert manager.of_draft_length(plain, 3) is None
+
+
+@pytest.mark.parametrize(("found", "mode"), [("found", CUDAGraphMode.FULL), (None, CUDAGraphMode.NONE)])
+def test_a_batch_without_its_graph_runs_eagerly(found: str | None, mode: Any) -> None:
+    special = found and descriptor(4, CUDAGraphMode.FULL)
+    manager = SimpleNamespace(of_draft_length=lambda plain, length: special)
+    adapter = adapter_on(v0_32.Adapter, decode_cudagraph_manager=manager)
+    run = adapter.of_draft_length(adapter.graph_run(manager, descriptor(4), "across"), 2)
+    assert (run.descriptor.cg_mode, run.full, run.num_tokens_across_dp) == (mode, found is not None, "across")
+    eager = adapter.graph_run(manager, descriptor(4, CUDAGraphMode.NONE), None)
+    assert adapter.of_draft_length(eager, 2) is eager
 
 
 @pytest.mark.parametrize("num_draft_tokens", [2, K])
@@ -115,12 +125,7 @@ def test_graphs_for_one_number_serve_every_batch(num_draft_tokens: int, make_man
     """As where a graph holds one step, or where K is constant."""
     manager = make_manager()
     plain = captured_by(manager)[4]
-    assert manager.for_draft_length(plain, num_draft_tokens) is plain
-
-
-def test_a_batch_without_a_graph_stays_as_it_is(make_manager: Any) -> None:
-    eager = descriptor(4, CUDAGraphMode.NONE)
-    assert make_manager().for_draft_length(eager, 2) is eager
+    assert manager.of_draft_length(plain, num_draft_tokens) is plain
 
 
 # Adapters, without a model
@@ -261,8 +266,7 @@ def test_graphs_are_captured_for_every_length_of_the_schedule(refreshes: bool, l
     assert forward is (loop.decode_all if refreshes else loop.decode)
     # One step serves every K; a graph of all steps serves its own.
     assert arguments(descriptor(4)) == {"num_draft_tokens": K}
-    specialized_descriptor = DraftBatchDescriptor(**vars(descriptor(4)), num_draft_tokens=2)
-    assert arguments(specialized_descriptor) == {"num_draft_tokens": 2}
+    assert arguments(SimpleNamespace(num_draft_tokens=2)) == {"num_draft_tokens": 2}
 
 
 def test_the_runner_reports_what_was_drafted() -> None:

@@ -215,7 +215,7 @@ def phases() -> Any:
     drafter = drafter_for(prefill_cudagraph_manager=SimpleNamespace(graphs={}))
     adapter, graphs, dispatched = drafter.adapter, drafter.stock.prefill_cudagraph_manager.graphs, []
 
-    def dispatch_prefill(batch: Any, num_tokens: int, num_tokens_padded: int) -> GraphRun:
+    def dispatch_prefill(batch: Any, num_tokens: int, num_tokens_padded: int, *, uniform: bool = True) -> GraphRun:
         dispatched.append(batch.num_reqs)
         return GraphRun(None, batch.num_reqs, batch.num_reqs in graphs)  # type: ignore[arg-type]
 
@@ -223,9 +223,11 @@ def phases() -> Any:
         drafter.graphs._phase_graphs = {1, 2}  # type: ignore[arg-type]
         graphs.update({1: "graph", 2: "graph"})
 
-    def graph_of(num_reqs: int, query_len: int = K + 1, eager: bool = False) -> Any:
+    def graph_of(num_reqs: int, query_len: int = K + 1, eager: bool = False, drafts: int = K) -> Any:
         size = {"num_reqs": num_reqs, "num_tokens": 5 * num_reqs, "num_tokens_padded": 5 * num_reqs}
-        run = drafter.graphs.phase_run(SimpleNamespace(**size, query_len=query_len, eager=eager))  # type: ignore[arg-type]
+        run = drafter.graphs.phase_run(
+            SimpleNamespace(**size, query_len=query_len, eager=eager, num_draft_tokens=drafts)  # type: ignore[arg-type]
+        )
         return run and run.descriptor
 
     adapter.query_len = lambda batch, num_tokens: batch.query_len  # type: ignore[attr-defined, method-assign]
@@ -237,8 +239,10 @@ def test_the_graph_of_a_batch_is_looked_up_once(phases: Any) -> None:
     assert phases.graph_of(1) is None
     phases.captured()
     assert [phases.graph_of(number) for number in (1, 2, 1, 2, 3)] == [1, 2, 1, 2, None]
-    assert phases.graph_of(1, query_len=3) is phases.graph_of(1, eager=True) is None
+    assert phases.graph_of(1, query_len=3) is phases.graph_of(1, eager=True) is phases.graph_of(1, drafts=2) is None
     assert phases.dispatched == [1, 2, 3]
+    assert phases.graph_of(1, query_len=3, drafts=2) == 1
+    assert phases.dispatched == [1, 2, 3, 1]
 
 
 def test_graphs_that_were_dropped_are_not_replayed(phases: Any) -> None:
@@ -306,7 +310,7 @@ def test_captures_find_no_batch_and_leave_none() -> None:
     queue = drafter.loop.queue
     queue.slots.fill_(7)
     queue.taken += 1
-    drafter.graphs._phase_runs[1, 2] = "of a graph that was captured before"  # type: ignore[assignment]
+    drafter.graphs._phase_runs[2, 1, 2] = "of a graph that was captured before"  # type: ignore[assignment]
     drafter.graphs.capture()
     assert not drafter.graphs._phase_runs
     assert fill_inputs == [True, False]

@@ -229,7 +229,10 @@ class ToyAdapter:
         self.calls.append(("begin_prefill",))
         return batch.num_tokens, batch.num_tokens_padded
 
-    def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
+    def dispatch_prefill(
+        self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int, *, uniform: bool
+    ) -> GraphRun:
+        assert uniform is (self.loop.phase_run is None), "a graph for uniform batches contains the whole phase"
         self.calls.append(("dispatch_prefill", num_tokens, num_tokens_padded))
         return self._run("prefill graph", num_tokens_padded)
 
@@ -313,7 +316,7 @@ class ToyAdapter:
         else:
             prefill = ForwardInputs(rows, MAX_NUM_TOKENS, None, None, None, full)
             whole: dict[str, Any] = {"fills_inputs": True, "decodes": decodes} if self.one_graph else {}
-            loop.phase(prefill, states=loop.target_outputs, **whole)
+            loop.phase(prefill, num_draft_tokens=loop.config.num_draft_tokens, states=loop.target_outputs, **whole)
         self.in_replay = False
 
 

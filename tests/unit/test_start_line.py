@@ -65,6 +65,8 @@ FAST = Facts(
     skips_unused=False,
     asks_dynamic=False,
     dynamic=False,
+    lengths=(),
+    why_constant=None,
 )
 """A greedy draft on one GPU, where nothing is left to wish for."""
 
@@ -146,7 +148,7 @@ def test_the_line() -> None:
         ({**EAGER, "decode_mode": DECODE_ONLY}, "none of cudagraph_capture_sizes fits"),
         ({**BY_BUILDERS, "backends": "FLASHINFER"}, "as the attention backend FLASHINFER has the host build"),
         ({**BY_BUILDERS, "context_parallel": 2}, "under decode context parallelism"),
-        ({"fused": False, "asks_dynamic": True, "dynamic": True}, "a graph holds one number of steps"),
+        ({"why_constant": "they wait; do that"}, "does not choose the number of draft tokens, as they wait; do that"),
         ({"fused": False, "disable": {Behaviour.FUSED_DRAFT_DECODE}}, None),  # as asked
         ({**EAGER, "target_mode": PIECEWISE, "disable": {Behaviour.DRAFT_GRAPHS_BY_SUPPORT}}, None),
         ({"host_builds": True, "backends": "X"}, "before each replay of the draft decodes, as the attention backend X"),

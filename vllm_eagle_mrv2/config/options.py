@@ -38,6 +38,10 @@ class Options(BaseModel):
     draft_quantization: Literal["fp8"] | None = Field(
         default=None, description="round the draft's weights to fp8: less to read, other drafts, the same output"
     )
+    draft_length: Literal["constant", "auto"] = Field(
+        default="constant",
+        description="draft num_speculative_tokens always, or choose up to so many at run time, none included",
+    )
 
     @field_validator("disable")
     @classmethod
@@ -96,5 +100,5 @@ def _known() -> str:
     behaviours = ", ".join(behaviour.value for behaviour in Behaviour if behaviour in SWITCHES)
     return (
         f"disable (a list of: {behaviours}), draft_logits_dtype (float32 or head), "
-        'draft_vocab ({"size": NUMBER, "ranking": PATH}) and draft_quantization (fp8)'
+        'draft_vocab ({"size": NUMBER, "ranking": PATH}), draft_quantization (fp8) and draft_length (constant or auto)'
     )

@@ -6,6 +6,9 @@ descriptors, dispatch and replay.  vLLM finds and drops a speculator's managers 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,6 +84,41 @@ class PrefillCapture(FreshInputsCapture):
 
 class DecodeCapture(FreshInputsCapture):
     """Draft decode: one token per request, FULL_DECODE_ONLY or NONE."""
+
+    graphs: dict[Any, Any]
+    _capture_descs: dict[Any, list[Any]]
+
+    def specialize(self, lengths: list[int]) -> None:
+        """Capture every descriptor once per number of draft tokens; may be called again before another capture."""
+        for mode, descriptors in self._capture_descs.items():
+            if not any(hasattr(each, "num_draft_tokens") for each in descriptors):
+                pairs = itertools.product(descriptors, lengths)
+                self._capture_descs[mode] = [_of_length(each, length) for each, length in pairs]
+
+    def of_draft_length(self, descriptor: Any, num_draft_tokens: int) -> Any:
+        """Return the descriptor of a captured graph with this many draft tokens; None if there is none.
+
+        Args:
+            descriptor: of a FULL graph, as dispatched.
+            num_draft_tokens: of the batch.
+        """
+        if descriptor in self.graphs:
+            return descriptor
+        special = _of_length(descriptor, num_draft_tokens)
+        return special if special in self.graphs else None
+
+
+def _of_length(descriptor: Any, num_draft_tokens: int) -> Any:
+    """Return a descriptor of the same graph that contains the decodes for so many draft tokens."""
+    stock_class: Any = type(descriptor)
+    return _descriptor_class(stock_class)(**vars(descriptor), num_draft_tokens=num_draft_tokens)
+
+
+@functools.cache
+def _descriptor_class(stock_class: type) -> type:
+    return dataclasses.make_dataclass(
+        "DraftBatchDescriptor", [("num_draft_tokens", int, 0)], bases=(stock_class,), frozen=True
+    )
 
 
 class CollectsAttentionState:

@@ -43,8 +43,8 @@ class DraftGraphs:
         self._eager = bool(settings.enforce_eager)
         self._phase_graphs: set[Descriptor] = set()
         """Descriptors of the draft prefill graphs that contain the whole draft phase."""
-        self._phase_runs: dict[tuple[int, int], GraphRun] = {}
-        """Dispatch results for these graphs, by a batch's number of requests and padded number of tokens."""
+        self._phase_runs: dict[tuple[int, int, int], GraphRun] = {}
+        """Dispatch results for these graphs, by a batch's query length, number of requests and padded tokens."""
 
     # Managers
 
@@ -116,12 +116,13 @@ class DraftGraphs:
     def phase_run(self, batch: DraftBatch) -> GraphRun | None:
         """Return the graph of a batch's whole draft phase, or None.
 
-        Phase graphs exist only where each rank dispatches on its own.
+        Phase graphs exist only where each rank dispatches on its own.  Each serves batches that verify as many draft
+        tokens as they draft.
         """
-        uniform = self.stock.num_speculative_steps + 1
+        uniform = batch.num_draft_tokens + 1
         if not self._phase_graphs or batch.eager or self.adapter.query_len(batch, batch.num_tokens) != uniform:
             return None
-        size = (batch.num_reqs, batch.num_tokens_padded)
+        size = (uniform, batch.num_reqs, batch.num_tokens_padded)
         run = self._phase_runs.get(size)
         if run is None or not self.stock.prefill_cudagraph_manager.graphs:  # vLLM may have dropped them
             run = self.adapter.dispatch_prefill(batch, batch.num_tokens, batch.num_tokens_padded)
@@ -139,8 +140,8 @@ class DraftGraphs:
             and self._enabled(Behaviour.TARGET_METADATA_REUSE)
         ):
             return set()
-        uniform = self.stock.num_speculative_steps + 1
-        return {each for each in self._full_prefills() if each.uniform_token_count == uniform}
+        uniform = {1 + length for length in self.adapter.lengths}
+        return {each for each in self._full_prefills() if each.uniform_token_count in uniform}
 
     def _full_prefills(self) -> list[Descriptor]:
         """Return the descriptors of the FULL draft prefill graphs."""
@@ -197,15 +198,21 @@ class DraftGraphs:
             lambda descriptor: {
                 "states": loop.target_outputs if descriptor.cg_mode.name == "FULL" else None,
                 "fills_inputs": descriptor in self._phase_graphs,
+                "num_draft_tokens": self._drafts_in_graph_of(descriptor),
                 "decodes": self._decodes_in_graph_of(descriptor),
             },
         )
         loop.queue.clear()
         hooks.on_prefill_end(stock.max_num_reqs)
 
+    def _drafts_in_graph_of(self, descriptor: Descriptor) -> int:
+        """Return the number of draft tokens for which a draft prefill graph is made."""
+        in_phase = descriptor in self._phase_graphs
+        return (descriptor.uniform_token_count or 1) - 1 if in_phase else self.stock.num_speculative_steps
+
     def _decodes_in_graph_of(self, descriptor: Descriptor) -> ForwardInputs | None:
         """Return dummy inputs of the draft decodes that a draft prefill graph contains; None if it has none."""
-        if descriptor not in self._phase_graphs or self.stock.num_speculative_steps == 1:
+        if descriptor not in self._phase_graphs or self._drafts_in_graph_of(descriptor) < 2:
             return None
         of_prefill: Any = descriptor
         return self._dummy_decodes(
@@ -216,9 +223,9 @@ class DraftGraphs:
         stock, adapter = self.stock, self.adapter
         manager = stock.decode_cudagraph_manager
         fused = adapter.refreshes_in_graph
-        if fused and adapter.draft_lengths is not None:
-            # Batch sizes count from 1; a batch that drafts one token has no draft decodes.
-            manager.specialize(sorted(set(adapter.draft_lengths[1:]) - {0, 1}, reverse=True))
+        if fused and len(adapter.lengths) > 1:
+            # A batch that drafts one token has no draft decodes.
+            manager.specialize(sorted(adapter.lengths - {0, 1}, reverse=True))
         adapter.hooks.on_multi_step_decode_begin(stock.max_num_reqs)
         manager.capture_fresh(
             self.loop.decode_all if fused else self.loop.decode,

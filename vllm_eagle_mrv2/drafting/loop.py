@@ -154,7 +154,8 @@ class DraftLoop:
         self.queue.put(batch)
         self._fill_inputs(batch.num_reqs)
         num_tokens, num_tokens_padded = adapter.begin_prefill(batch)
-        run = adapter.dispatch_prefill(batch, num_tokens, num_tokens_padded)
+        # A graph for uniform batches contains a whole phase where there are such graphs; it was not the one for this.
+        run = adapter.dispatch_prefill(batch, num_tokens, num_tokens_padded, uniform=self.phase_run is None)
         self._leave_states(batch, run, num_tokens_padded)
         attn_metadata, slot_mappings = self._prefill_metadata(batch, run)
         adapter.before_forward(num_tokens)
@@ -223,6 +224,7 @@ class DraftLoop:
         self,
         inputs: ForwardInputs,
         *,
+        num_draft_tokens: int,
         states: TargetStates | None = None,
         fills_inputs: bool = False,
         decodes: ForwardInputs | None = None,
@@ -231,6 +233,7 @@ class DraftLoop:
 
         Args:
             inputs: of the draft prefill.
+            num_draft_tokens: K of the batches that the pass is for.
             states: the target's hidden states to take first.
             fills_inputs: fills the buffers first, from the queue.
             decodes: inputs of the draft decodes that follow.
@@ -240,15 +243,13 @@ class DraftLoop:
         if states is not None:
             self._take_states(states, inputs.num_tokens)
         slot_table = None if decodes is None else self._slots_ahead(decodes)
-        self.prefill(inputs, slot_table=slot_table)
+        self.prefill(inputs, drafts=num_draft_tokens > 0, slot_table=slot_table)
         if decodes is None:
             return
         hooks, num_reqs = self.adapter.hooks, inputs.num_reqs
         hooks.on_prefill_end(num_reqs)
         hooks.on_multi_step_decode_begin(num_reqs)
-        self.decode_all(
-            decodes._replace(mode=inputs.mode), self.config.num_draft_tokens, slots_known=slot_table is not None
-        )
+        self.decode_all(decodes._replace(mode=inputs.mode), num_draft_tokens, slots_known=slot_table is not None)
         hooks.on_multi_step_decode_end(num_reqs)
         hooks.on_prefill_begin(num_reqs)  # the state that the next pass expects
 

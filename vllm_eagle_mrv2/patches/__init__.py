@@ -23,6 +23,7 @@ from vllm_eagle_mrv2.patches.wrap import original_of, wrap
 _HERE = "vllm_eagle_mrv2.patches"
 _GPU = "vllm.v1.worker.gpu"
 _RUNNER = f"{_GPU}.model_runner:GPUModelRunner"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
@@ -32,6 +33,7 @@ class Scope(Enum):
     PLUGIN = "every process that loads the plugin"
     ENGINE = "a process that an engine for eagle_mrv2 is configured in"
     WORKER = "a worker that drafts with eagle_mrv2"
+    SCHEDULER = "an engine core that chooses the number of draft tokens"
     DRAFT = "the draft model of such a worker, as an object"
 
 
@@ -249,10 +251,53 @@ PATCHES: tuple[Patch, ...] = (
         f"{_GPU}.spec_decode.utils:DraftTokensHandler.set_draft_tokens",
         f"{_HERE}.draft_tokens:drafted_columns_only",
         Scope.WORKER,
-        "reports the drafted columns only where the number of draft tokens follows the batch size (#51510)",
+        "reports the drafted columns only where the number of draft tokens varies (#51510)",
         "the scheduler would verify what an earlier batch left, and sampled output would be biased",
-        "nothing: 0.32 follows the schedule",
-        releases=">=0.25,<0.32",
+        "nothing: 0.32 reports them",
+        releases="<0.32",
+    ),
+    # A number of draft tokens that is chosen at run time
+    Patch(
+        f"{_SCHEDULER}.schedule",
+        f"{_HERE}.draft_length:padded_as_verified",
+        Scope.SCHEDULER,
+        "pads new decodes to as many tokens as the others verify (draft_length)",
+        "vLLM pads them to the largest number",
+        "a scheduler that asks a policy for the number",
+        releases=">=0.25",
+    ),
+    Patch(
+        f"{_SCHEDULER}._update_after_schedule",
+        f"{_HERE}.draft_length:number_chosen",
+        Scope.SCHEDULER,
+        "chooses the number of draft tokens and notes it in the output (draft_length)",
+        "vLLM has a constant, or from 0.25 on a table by number of requests",
+        "a scheduler that asks a policy for the number",
+    ),
+    Patch(
+        f"{_SCHEDULER}.update_from_output",
+        f"{_HERE}.draft_length:outcome_learned",
+        Scope.SCHEDULER,
+        "learns how many drafts were accepted and how long the iteration took (draft_length)",
+        "the choice depends on both",
+        "a scheduler that asks a policy for the number",
+    ),
+    Patch(
+        f"{_RUNNER}.prepare_inputs",
+        f"{_HERE}.draft_length:plan_passed_on",
+        Scope.WORKER,
+        "hands the scheduler's number of draft tokens to the speculator (draft_length)",
+        "below 0.32 the speculator is not told",
+        "nothing: 0.32 tells it",
+        releases="<0.32",
+    ),
+    Patch(
+        f"{_GPU}.cudagraph_utils:CudaGraphManager._init_candidates",
+        f"{_HERE}.draft_length:graphs_of_every_length",
+        Scope.WORKER,
+        "adds FULL graphs for batches that verify fewer drafts than the maximum (draft_length)",
+        "vLLM has them from 0.25 on for its own table, and not for every batch size",
+        "a scheduler that asks a policy for the number",
     ),
     Patch(
         f"{_GPU}.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn",

@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from vllm_eagle_mrv2 import patches, releases
+from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.method import METHOD, settings_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches.wrap import Function
@@ -18,7 +20,7 @@ from vllm_eagle_mrv2.releases.surface import class_path
 
 
 def workers_asked(original: Function) -> Function:
-    """Wrap ``EngineCore._initialize_kv_caches``: it asks the workers first."""
+    """Wrap ``EngineCore._initialize_kv_caches``, which precedes the scheduler: it asks the workers first."""
 
     def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
         if settings_of(vllm_config.speculative_config) is not None:
@@ -27,6 +29,8 @@ def workers_asked(original: Function) -> Function:
             except EagleMRV2Error:
                 self.model_executor.shutdown()  # or worker processes would live as long as this process
                 raise
+            if lengths_to_choose_from(vllm_config):
+                patches.apply(patches.Scope.SCHEDULER, releases.installed_version())
         return original(self, vllm_config)
 
     return initialize_kv_caches

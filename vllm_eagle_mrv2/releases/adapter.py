@@ -6,6 +6,7 @@ private modules; the attributes of the speculator that it uses are in the releas
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ import torch
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.method import Family
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_model import compile_ahead
@@ -26,6 +28,7 @@ from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
+from vllm_eagle_mrv2.patches.draft_length import planned_drafts
 from vllm_eagle_mrv2.patches.draft_tokens import mark_drafted
 from vllm_eagle_mrv2.releases.draft_lengths import lengths_by_batch_size
 from vllm_eagle_mrv2.releases.spec import Release
@@ -90,9 +93,15 @@ class ReleaseAdapter:
         # Ranks with different numbers of draft tokens would wait for each other in the draft's collectives.
         self.skips_unused = alone and options.enabled(Behaviour.SKIP_UNUSED_DRAFTS)
         self.draft_lengths: list[int] | None = None
-        """Number of draft tokens by number of requests, as the scheduler looks it up; None if it is constant."""
+        """Number of draft tokens by number of requests, as the scheduler looks it up; None if it does not."""
         if alone or not self.chooses_length:
             self.draft_lengths = lengths_by_batch_size(stock.speculative_config, stock.max_num_reqs)
+        self.lengths = frozenset(
+            (self.draft_lengths or ())[1:]  # batch sizes count from 1
+            or lengths_to_choose_from(stock.vllm_config)
+            or (stock.num_speculative_steps,)
+        )
+        """Every number of draft tokens that the scheduler may ask for."""
         self.head: DraftHead | None = None
         """The head that drafts from its own rows; None where something else reads the logits too."""
         self.hooks = PassHooks()
@@ -181,8 +190,7 @@ class ReleaseAdapter:
         """Whether the CPU has nothing to do between a draft prefill and the last draft decode."""
         # Data-parallel ranks agree on each graph separately; expert load balancing is told of every forward pass.
         balanced = self.stock.vllm_config.parallel_config.enable_eplb
-        constant = self.draft_lengths is None and self.pcp_manager is None
-        return self.refreshes_in_graph and constant and self.stock.dp_size == 1 and not balanced
+        return self.refreshes_in_graph and self.pcp_manager is None and self.stock.dp_size == 1 and not balanced
 
     def slot_table(self) -> SlotTable | None:
         """Return the slot table from vLLM's ``BlockTables``; None unless one table determines the slots."""
@@ -225,10 +233,13 @@ class ReleaseAdapter:
         erases: bool = False,
     ) -> DraftBatch:
         """Return the model runner's batch from the arguments of its call to ``propose``."""
-        if self.chooses_length and self.draft_lengths is not None and not dummy_run:
-            # The scheduler reads the same entry of the same table for the next step.
-            num_draft_tokens = self.draft_lengths[input_batch.num_reqs]
-            mark_drafted(input_batch, num_draft_tokens)
+        if self.chooses_length and not dummy_run:
+            num_draft_tokens = planned_drafts(input_batch)
+            if self.draft_lengths is not None:
+                # The scheduler reads the same entry of the same table for the next step.
+                num_draft_tokens = self.draft_lengths[input_batch.num_reqs]
+            if num_draft_tokens is not None:
+                mark_drafted(input_batch, num_draft_tokens)
         if num_draft_tokens is None:
             num_draft_tokens = self.stock.num_speculative_steps
         if (
@@ -288,13 +299,38 @@ class ReleaseAdapter:
     def begin_decode(self, batch: DraftBatch) -> None:
         """Called before the draft decodes, once the first draft tokens are in the buffers."""
 
-    def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
-        """Choose the graph of a draft prefill; data-parallel ranks agree on it."""
+    def dispatch_prefill(
+        self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int, *, uniform: bool = True
+    ) -> GraphRun:
+        """Choose the graph of a draft prefill; data-parallel ranks agree on it.
+
+        Args:
+            batch: to draft for.
+            num_tokens: to run.
+            num_tokens_padded: the same, with padding.
+            uniform: whether a graph for requests with the same number of tokens may be taken.
+        """
         raise NotImplementedError
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
         """Choose the graph of a draft decode of one token per request; data-parallel ranks agree on it."""
         raise NotImplementedError
+
+    def graph_run(self, manager: Any, descriptor: Any, num_tokens_across_dp: Any) -> GraphRun:
+        """Return the result of a dispatch."""
+        return GraphRun(manager, descriptor, descriptor.cg_mode.name == "FULL", num_tokens_across_dp)
+
+    def of_draft_length(self, run: GraphRun, num_draft_tokens: int) -> GraphRun:
+        """Return the run of the draft decodes for so many draft tokens, which is eager where there is no such graph."""
+        if not run.full:
+            return run
+        descriptor = self.stock.decode_cudagraph_manager.of_draft_length(run.descriptor, num_draft_tokens)
+        if descriptor is run.descriptor:
+            return run
+        if descriptor is None:
+            eager: Any = run.descriptor
+            descriptor = dataclasses.replace(eager, cg_mode=type(eager.cg_mode).NONE)
+        return self.graph_run(run.manager, descriptor, run.num_tokens_across_dp)
 
     def decodes_fused(self, run: GraphRun) -> bool:
         """Whether all draft decodes run in one pass that refreshes their metadata on the device."""

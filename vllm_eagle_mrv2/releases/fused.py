@@ -6,7 +6,6 @@ parallelism, watermarks, adaptive verification, and the sharing of top-k indices
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ import torch
 from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, prepare_inputs_to_capture
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, prepare_inputs_to_capture
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
@@ -32,44 +31,12 @@ _DECODE_FLAG = "has_prefill" if installed_version() < Version("0.31") else "deco
 """The field of a batch that distinguishes decodes from prefills."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftBatchDescriptor(BatchExecutionDescriptor):
-    """Descriptor of a graph of all draft decodes for one of several numbers of draft tokens."""
-
-    num_draft_tokens: int = 0
-
-
 class PrefillEagleCudaGraphManager(PrefillCapture, CudaGraphManager):
     """Graphs of the draft prefill, in the target's memory pool."""
 
 
 class DecodeEagleCudaGraphManager(DecodeCapture, CudaGraphManager):
-    """Graphs of the draft decodes, in the target's memory pool; one per K where K is dynamic."""
-
-    graphs: dict[Any, Any]
-    _capture_descs: dict[CUDAGraphMode, list[Any]]
-
-    def specialize(self, draft_lengths: list[int]) -> None:
-        """Capture every descriptor once per number of draft tokens; may be called again before another capture."""
-        self._capture_descs = {
-            mode: [
-                DraftBatchDescriptor(**vars(descriptor), num_draft_tokens=length)
-                for descriptor in descriptors
-                for length in draft_lengths
-            ]
-            if not any(isinstance(descriptor, DraftBatchDescriptor) for descriptor in descriptors)
-            else descriptors
-            for mode, descriptors in self._capture_descs.items()
-        }
-
-    def for_draft_length(self, descriptor: Any, num_draft_tokens: int) -> Any:
-        """Return the descriptor of a captured graph with this many draft tokens, else one that runs eagerly."""
-        if descriptor.cg_mode != CUDAGraphMode.FULL or descriptor in self.graphs:
-            return descriptor
-        specialized = DraftBatchDescriptor(**vars(descriptor), num_draft_tokens=num_draft_tokens)
-        if specialized in self.graphs:
-            return specialized
-        return dataclasses.replace(descriptor, cg_mode=CUDAGraphMode.NONE)
+    """Graphs of the draft decodes, in the target's memory pool."""
 
 
 class FusedAdapter(ReleaseAdapter):
@@ -126,17 +93,16 @@ class FusedAdapter(ReleaseAdapter):
         tokens: int | None = get_uniform_decode_token_count(batch.num_reqs, num_tokens, longest_query(batch), flag)
         return tokens
 
-    def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
-        query_len = self.query_len(batch, num_tokens)
+    def dispatch_prefill(
+        self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int, *, uniform: bool = True
+    ) -> GraphRun:
+        query_len = self.query_len(batch, num_tokens) if uniform else None
         return self._dispatch(self.stock.prefill_cudagraph_manager, batch, num_tokens_padded, query_len, batch.dp_sync)
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
         sync, num_tokens = self.decode_dp_sync(batch)
         run = self._dispatch(self.stock.decode_cudagraph_manager, batch, num_tokens, 1, sync)
-        if not run.full:
-            return run
-        descriptor = self.stock.decode_cudagraph_manager.for_draft_length(run.descriptor, batch.num_draft_tokens)
-        return run if descriptor is run.descriptor else _graph_run(run.manager, descriptor, run.num_tokens_across_dp)
+        return self.of_draft_length(run, batch.num_draft_tokens)
 
     def decode_dp_sync(self, batch: DraftBatch) -> tuple[Any, int]:
         """Return what the data-parallel ranks already agreed on for the draft decodes, and the tokens to dispatch."""
@@ -160,7 +126,7 @@ class FusedAdapter(ReleaseAdapter):
             **known,
         )
         # 0.28 returns the token counts themselves.
-        return _graph_run(manager, descriptor, getattr(agreed, "num_tokens_across_dp", agreed))
+        return self.graph_run(manager, descriptor, getattr(agreed, "num_tokens_across_dp", agreed))
 
     # Metadata of draft decodes
 
@@ -214,7 +180,3 @@ class FusedAdapter(ReleaseAdapter):
                 max_query_len=descriptor.max_query_len or descriptor.uniform_token_count or widest,
             )
         )
-
-
-def _graph_run(manager: Any, descriptor: Any, num_tokens_across_dp: Any) -> GraphRun:
-    return GraphRun(manager, descriptor, descriptor.cg_mode == CUDAGraphMode.FULL, num_tokens_across_dp)

@@ -83,11 +83,7 @@ class PerStepAdapter(ReleaseAdapter):
 
     def take_attention(self, *, by_ours: bool) -> None:
         super().take_attention(by_ours=by_ours)
-        self.refreshes_in_graph = (
-            self.refreshes_in_graph
-            and self.draft_lengths is None  # a graph contains a fixed number of steps
-            and self.options.enabled(Behaviour.FUSED_DRAFT_DECODE)
-        )
+        self.refreshes_in_graph = self.refreshes_in_graph and self.options.enabled(Behaviour.FUSED_DRAFT_DECODE)
 
     @property
     def builders_refresh(self) -> bool:
@@ -103,12 +99,15 @@ class PerStepAdapter(ReleaseAdapter):
         tokens: int | None = get_uniform_token_count(batch.num_reqs, num_tokens, longest_query(batch))
         return tokens
 
-    def dispatch_prefill(self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int) -> GraphRun:
-        query_len = self.query_len(batch, num_tokens)
+    def dispatch_prefill(
+        self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int, *, uniform: bool = True
+    ) -> GraphRun:
+        query_len = self.query_len(batch, num_tokens) if uniform else None
         return self._dispatch(self.stock.prefill_cudagraph_manager, batch, num_tokens_padded, query_len)
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
-        return self._dispatch(self.stock.decode_cudagraph_manager, batch, batch.num_reqs, 1)
+        run = self._dispatch(self.stock.decode_cudagraph_manager, batch, batch.num_reqs, 1)
+        return self.of_draft_length(run, batch.num_draft_tokens)
 
     def _dispatch(self, manager: Any, batch: DraftBatch, num_tokens: int, query_len: int | None) -> GraphRun:
         descriptor, across_dp = dispatch_cg_and_sync_dp(
@@ -120,7 +119,7 @@ class PerStepAdapter(ReleaseAdapter):
             dp_rank=self.stock.dp_rank,
             need_eager=batch.eager,
         )
-        return GraphRun(manager, descriptor, descriptor.cg_mode == CUDAGraphMode.FULL, across_dp)
+        return self.graph_run(manager, descriptor, across_dp)
 
     # Passes
 

@@ -5,6 +5,7 @@ from vllm_eagle_mrv2.releases.surface import Symbol, words
 
 GPU = "vllm.v1.worker.gpu"
 SPECULATOR = f"{GPU}.spec_decode.speculator"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
 
 PROPOSE = words(
     "input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled "
@@ -235,6 +236,42 @@ EVERYWHERE: tuple[Symbol, ...] = (
     Symbol("vllm.v1.worker.utils", "AttentionGroup.backend", why="named in the start-up warnings"),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.cudagraph_mode", why="named in the start-up line"),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager._capture_descs", why="says which graphs there will be"),
+    Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager._init_candidates", (), why="wrapped for graphs of more lengths"),
+    *(
+        Symbol(f"{GPU}.cudagraph_utils", f"CudaGraphManager.{name}", why="read and written there")
+        for name in ("vllm_config", "compilation_config", "decode_query_len", "max_num_reqs", "_candidates")
+    ),
+    Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.graphs", why="says which graphs there are"),
+    Symbol(_SCHEDULER, "Scheduler.schedule", (), why="wrapped to pad new decodes", releases=">=0.25"),
+    Symbol(
+        _SCHEDULER, "Scheduler._update_after_schedule", ("scheduler_output",), why="wrapped to choose draft lengths"
+    ),
+    Symbol(
+        _SCHEDULER,
+        "Scheduler.update_from_output",
+        ("scheduler_output", "model_runner_output"),
+        why="wrapped to learn from outcomes",
+    ),
+    *(Symbol(_SCHEDULER, f"Scheduler.{name}") for name in ("vllm_config", "requests", "num_spec_tokens")),
+    *(
+        Symbol("vllm.v1.core.sched.output", f"SchedulerOutput.{name}")
+        for name in ("num_scheduled_tokens", "scheduled_spec_decode_tokens")
+    ),
+    Symbol(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput.num_spec_tokens_to_schedule",
+        why="the number of draft tokens",
+        releases=">=0.24",
+    ),
+    Symbol("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._spec_token_placeholders", why="replaced"),
+    *(Symbol("vllm.v1.request", f"Request.{name}") for name in ("num_computed_tokens", "num_tokens")),
+    *(Symbol("vllm.v1.outputs", f"ModelRunnerOutput.{name}") for name in ("sampled_token_ids", "req_id_to_index")),
+    Symbol(
+        f"{GPU}.model_runner",
+        "GPUModelRunner.prepare_inputs",
+        why="wrapped to hand on the number of draft tokens",
+        releases="<0.32",
+    ),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.capture", ("create_forward_fn", "progress_bar_desc")),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.run_fullgraph", ("desc",)),
     Symbol(f"{GPU}.cudagraph_utils", "CudaGraphManager.pool"),
@@ -328,7 +365,6 @@ PER_STEP: tuple[Symbol, ...] = (
         "DraftTokensHandler.set_draft_tokens",
         ("input_batch", "draft_tokens"),
         why="wrapped to report what was drafted",
-        releases=">=0.25",
     ),
 )
 

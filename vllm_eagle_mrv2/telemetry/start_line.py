@@ -14,6 +14,7 @@ import torch
 
 from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.draft_lengths import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.config.method import METHOD, Settings
 from vllm_eagle_mrv2.draft_model import fp8
 from vllm_eagle_mrv2.kernels.measured import about
@@ -67,6 +68,8 @@ class Facts:
     skips_unused: bool  # batches in which no request can use drafts are skipped
     asks_dynamic: bool  # the user asked for a K that follows the batch size
     dynamic: bool
+    lengths: tuple[int, ...]  # of which K is chosen at run time; none if it is not
+    why_constant: str | None  # why K is not chosen although the user asked for it
 
     @classmethod
     def of(cls, drafter: Drafter) -> Facts:
@@ -119,6 +122,8 @@ class Facts:
             skips_unused=adapter.skips_unused,
             asks_dynamic=bool(getattr(stock.speculative_config, "num_speculative_tokens_per_batch_size", None)),
             dynamic=adapter.draft_lengths is not None,
+            lengths=lengths_to_choose_from(stock.vllm_config),
+            why_constant=why_not_chosen(stock.vllm_config) if asks_for_choice(stock.vllm_config) else None,
         )
 
     @property
@@ -156,7 +161,7 @@ class Facts:
         parts = [
             f"adapter {self.adapter}",
             f"family {self.settings.family}",
-            f"K={self.num_draft_tokens}",
+            f"K={self.num_draft_tokens}" if not self.lengths else f"K of {', '.join(map(str, self.lengths))}",
             f"draft prefill graphs {self.prefill_mode.name}",
             f"draft decode graphs {self.decode_mode.name if self.decode_graphs else 'NONE'}",
             f"draft logits {self.draft_logits or 'none, greedy'}",
@@ -185,6 +190,8 @@ class Facts:
                 f"{METHOD} drafts {self.num_draft_tokens} tokens whatever the batch size, as data-parallel ranks that "
                 "draft different numbers would wait for each other; leave num_speculative_tokens_per_batch_size out."
             )
+        if self.why_constant is not None:
+            yield f"{METHOD} does not choose the number of draft tokens, as {self.why_constant}."
         if self.quantized and enabled(Behaviour.ROW_PRODUCTS):
             yield (
                 f"{METHOD} leaves {len(self.quantized)} layers of the draft to vLLM's kernels, as their weights are "
@@ -242,11 +249,6 @@ class Facts:
         return f"the attention backend {self.backends} supports none; {_OTHER_BACKEND}"
 
     def _why_by_steps(self) -> str:
-        if self.needs_no_builder or self.builders_refresh:
-            return (
-                "a graph holds one number of steps on this vLLM, and num_speculative_tokens_per_batch_size varies it; "
-                "leave that out, or use vLLM 0.28 or later"
-            )
         if self.context_parallel > 1:
             return "the host builds their metadata under decode context parallelism; use tensor parallelism alone"
         return f"the attention backend {self.backends} has the host build their metadata; {_OTHER_BACKEND}"

@@ -1,0 +1,72 @@
+"""``draft_length: auto`` on a GPU: each number of draft tokens has graphs of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+from support import (
+    Acceptance,
+    chosen_draft_lengths,
+    engine,
+    greedy,
+    held_out_prompts,
+    random_draft_lengths,
+    runner_of,
+    speculator_of,
+)
+
+from .test_graphs import counted_replays
+
+K = 5
+LENGTHS = (0, 1, 2, 3, 5)
+TOKENS = 48
+PROMPTS = held_out_prompts(7)
+AUTO: dict[str, Any] = {"draft_length": "auto"}
+
+
+@pytest.fixture(scope="module")
+def constant() -> tuple[list[list[int]], list[float]]:
+    """What the number of draft tokens as given makes: the texts, and the share accepted at each position."""
+    with engine("eagle_mrv2", k=K) as llm:
+        acceptance = Acceptance(llm)
+        return greedy(llm, PROMPTS, TOKENS), acceptance.by_position
+
+
+def test_every_number_has_its_graphs(constant: tuple[list[list[int]], list[float]]) -> None:
+    with engine("eagle_mrv2", k=K, options=AUTO) as llm:
+        speculator, target = speculator_of(llm), runner_of(llm).cudagraph_manager
+        for length in LENGTHS:
+            replayed: Counter[int | None] = Counter()
+
+            def replay(descriptor: Any, original: Any = target.run_fullgraph, into: Any = replayed) -> Any:
+                into[descriptor.uniform_token_count] += 1
+                return original(descriptor)
+
+            target.run_fullgraph = replay
+            try:
+                with chosen_draft_lengths(itertools.repeat(length)), counted_replays(speculator) as counts:
+                    acceptance = Acceptance(llm)
+                    texts = greedy(llm, PROMPTS[:1], TOKENS)
+            finally:
+                del target.run_fullgraph
+            assert texts == constant[0][:1]
+            iterations = TOKENS / acceptance.length if length else TOKENS
+            # But for the last few, which verify what still fits, and the first.
+            assert replayed[1 + length] > iterations - 4
+            assert counts["both"] > iterations - 4
+            if length:
+                assert acceptance.by_position[0] == pytest.approx(constant[1][0], abs=0.25)
+
+
+def test_the_number_may_change_all_the_time(constant: tuple[list[list[int]], list[float]]) -> None:
+    texts, by_position = constant
+    for arguments in ({}, {"speculative": {"draft_sample_method": "probabilistic"}}):
+        with engine("eagle_mrv2", k=K, options=AUTO, **arguments) as llm:
+            with chosen_draft_lengths(random_draft_lengths(K)):
+                acceptance = Acceptance(llm)
+                assert greedy(llm, PROMPTS, TOKENS) == texts
+            assert acceptance.by_position[0] == pytest.approx(by_position[0], abs=0.06)
+            assert len(greedy(llm, PROMPTS, TOKENS)) == len(PROMPTS)

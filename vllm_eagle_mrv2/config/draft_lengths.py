@@ -1,0 +1,36 @@
+"""Which numbers of draft tokens an engine chooses from at run time (``draft_length: auto``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_eagle_mrv2.config.method import settings_of
+
+_LENGTHS = (0, 1, 2, 3, 5, 7)
+"""Each of them has CUDA graphs of its own, so there are few; the maximum is always one of them."""
+
+
+def lengths_to_choose_from(vllm_config: Any) -> tuple[int, ...]:
+    """Return the numbers of draft tokens to choose from, ascending; none if the number is not chosen at run time."""
+    if not asks_for_choice(vllm_config) or why_not_chosen(vllm_config) is not None:
+        return ()
+    most = vllm_config.speculative_config.num_speculative_tokens
+    return (*(length for length in _LENGTHS if length < most), most)
+
+
+def asks_for_choice(vllm_config: Any) -> bool:
+    """Whether the engine's options ask for ``draft_length: auto``."""
+    settings = settings_of(vllm_config.speculative_config)
+    return settings is not None and settings.options.draft_length == "auto"
+
+
+def why_not_chosen(vllm_config: Any) -> str | None:
+    """Return what keeps the number of draft tokens from being chosen at run time, with the remedy; None if nothing."""
+    draft = vllm_config.speculative_config
+    if getattr(draft, "num_speculative_tokens_per_batch_size", None):
+        return "num_speculative_tokens_per_batch_size is given and decides; leave it out"
+    if getattr(draft, "enable_adaptive_verification", False):
+        return "enable_adaptive_verification chooses how many drafts are verified; leave it out"
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return "data-parallel ranks of one model wait for each other in every pass; use draft_length: constant"
+    return None

@@ -1,0 +1,49 @@
+"""How many tokens an iteration is expected to make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_PRIOR = 0.7
+"""Share of drafts accepted at a position of which nothing is known."""
+_MEMORY_S = 1.5
+_FEWEST = 200
+"""Drafts of a position that are remembered, however old they are."""
+
+
+class Acceptance:
+    """The share of drafts that are accepted at each position where the drafts before them are, with forgetting.
+
+    Args:
+        most: the largest number of draft tokens.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._verified = [1.0] * most
+        self._accepted = [_PRIOR] * most
+
+    def add(self, outcomes: Iterable[tuple[tuple[int, int], int]], seconds: float) -> None:
+        """Count the outcomes of an iteration.
+
+        Args:
+            outcomes: ((drafts of a request, how many of them were accepted), number of such requests).
+            seconds: since the iteration before.
+        """
+        verified, accepted = [0] * len(self._verified), [0] * len(self._verified)
+        for (drafts, kept), requests in outcomes:
+            for position in range(min(drafts, kept + 1)):
+                verified[position] += requests
+                accepted[position] += requests if position < kept else 0
+        for position, new in enumerate(verified):
+            if new:
+                keep = 1.0 - min(seconds / _MEMORY_S, new / _FEWEST, 1.0)
+                self._verified[position] = self._verified[position] * keep + new
+                self._accepted[position] = self._accepted[position] * keep + accepted[position]
+
+    def tokens(self, length: int) -> float:
+        """Return the tokens that an iteration is expected to make for each request with so many drafts."""
+        tokens = reached = 1.0
+        for position in range(length):
+            reached *= self._accepted[position] / self._verified[position]
+            tokens += reached
+        return tokens

@@ -1,0 +1,248 @@
+"""Chooses the number of draft tokens that makes the most tokens a second.
+
+An iteration with K drafts a request makes 1 + a1 + a1 a2 + ... tokens a request, where ai is the share of drafts
+accepted at position i, and takes a time that depends on the number of decodes and on K.  Both are learned from the
+running engine.  The number in force is compared with another one in short trials between its own iterations, so that
+what changes for both does not count; the time that trials lose is kept below a share of all time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
+from vllm_eagle_mrv2.draft_length.durations import Durations, Prefills, typical
+
+logger = logging.getLogger("vllm.eagle_mrv2")
+
+_FIRST = 3
+"""The number of draft tokens before anything is known."""
+_FEWEST, _LONGEST_S, _PRECISION = 6, 0.5, 0.005
+"""A trial ends after so many iterations, when it has taken so long or its mean is so precise."""
+_GIVEN_UP = 200
+"""Iterations after which a trial ends without enough of them, as requests come and go."""
+_SHARE_OF_TRIALS = 0.006
+"""Share of all time that trials may lose, beside the first trial of each promising number."""
+_SAVED_S = 0.5
+"""Seconds that trials may lose at once after a quiet time."""
+_REST_S = 1.0
+"""Seconds between two trials of a number that is as good as the one in force; of a worse one, longer."""
+_HOPELESS = 0.15
+"""A number that is expected to make so much less than the one in force has its first trial as any other."""
+_WORTH_CHANGING = 1.01
+_EVERY = 8
+"""Iterations between two comparisons."""
+_FOLLOW = 0.05
+"""Weight of an iteration with the number in force."""
+
+
+class Iteration(NamedTuple):
+    """What an iteration did, and how long it took."""
+
+    decoded: int  # tokens of decodes, drafts included
+    prefilled: int  # other tokens
+    seconds: float
+
+
+@dataclass
+class Trial:
+    """Iterations with another number of draft tokens than the one in force."""
+
+    group: int
+    length: int
+    taken: list[Iteration] = field(default_factory=list)
+    iterations: int = 0
+
+
+class DraftLength:
+    """The number of draft tokens of an engine.
+
+    Args:
+        lengths: the numbers to choose from, ascending; the last is the maximum.
+        clock: returns seconds.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], clock: Callable[[], float] = time.monotonic) -> None:
+        self.lengths = lengths
+        self.acceptance = Acceptance(lengths[-1])
+        self.length = max(length for length in lengths if length <= _FIRST)
+        """The number that the latest iteration drafts."""
+        self.changes = 0
+        """How often the number in force has changed."""
+        self._clock = clock
+        self._durations: dict[int, Durations] = {}
+        self._in_force: dict[int, int] = {}
+        self._prefills = Prefills()
+        self._trial: Trial | None = None
+        self._may_lose = 0.0
+        self._last = clock()
+        self._iterations = 0
+        self._group = 0
+
+    def choose(self, requests: int) -> int:
+        """Choose how many tokens the coming iteration drafts for each request.
+
+        Args:
+            requests: that will verify these drafts.
+        """
+        group = self._group = group_of(requests)
+        if group not in self._in_force:
+            self._enter(group)
+        trial = self._trial
+        if trial is not None and trial.group != group:
+            trial = self._trial = None
+        self.length = self._in_force[group] if trial is None else trial.length
+        return self.length
+
+    def learn(
+        self,
+        decodes: int,
+        length: int,
+        prefilled: int,
+        outcomes: Iterable[tuple[tuple[int, int], int]],
+    ) -> None:
+        """Learn from an iteration whose tokens have arrived.
+
+        Args:
+            decodes: requests that had a draft verified, or none to verify.
+            length: the number of drafts that each of them verified.
+            prefilled: tokens of other requests.
+            outcomes: ((drafts of a request, how many of them were accepted), number of such requests).
+        """
+        now = self._clock()
+        seconds, self._last = now - self._last, now
+        if not decodes or length not in self.lengths:
+            return
+        self.acceptance.add(outcomes, seconds)
+        self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, _SAVED_S)
+        group = group_of(decodes)
+        in_force = self._in_force.get(group)
+        if in_force is None:
+            return
+        iteration = Iteration(decodes * (1 + length), prefilled, seconds)
+        made = decodes * self.acceptance.tokens(length)
+        self._prefills.add((group, length), *iteration[:2], made, seconds)
+        self._take(group, length, iteration, now)
+        self._iterations += 1
+        if self._iterations % _EVERY == 0 and self._trial is None and group == self._group:
+            self._compare(group)
+            self._begin_trial(group, now)
+
+    def rate(self, group: int, length: int) -> float:
+        """Return the tokens a second that a number of drafts is expected to make; 0 if unknown."""
+        seconds = self._durations[group].seconds.get(length)
+        return 0.0 if seconds is None else self._rate(group, length, seconds)
+
+    def _rate(self, group: int, length: int, seconds: float) -> float:
+        requests = requests_of(group)
+        made = requests * self.acceptance.tokens(length)
+        return made / (seconds + self._prefills.expected(requests * (1 + length), made))
+
+    def _enter(self, group: int) -> None:
+        """Begin with what is known of the nearest number of decodes."""
+        known = [other for other, durations in self._durations.items() if durations.seconds]
+        nearest = min(known, key=lambda other: abs(other - group), default=None)
+        durations = self._durations[group] = Durations()
+        self._in_force[group] = self.length
+        if nearest is not None:
+            further = requests_of(group) - requests_of(nearest)
+            for length, seconds in self._durations[nearest].seconds.items():
+                tokens = requests_of(nearest) * (1 + length)
+                durations.seconds[length] = seconds + self._prefills.seconds(tokens, further * (1 + length))
+            self._in_force[group] = self._in_force[nearest]
+
+    def _expected(self, group: int, length: int) -> float:
+        """Return the rate of a number, as far as the tokens to verify tell it where it has not been tried."""
+        durations, in_force = self._durations[group], self._in_force[group]
+        if length not in durations.seconds and in_force in durations.seconds:
+            requests = requests_of(group)
+            further = requests * (length - in_force)
+            seconds = durations.seconds[in_force] + self._prefills.seconds(requests * (1 + in_force), further)
+            return self._rate(group, length, seconds)
+        return self.rate(group, length)
+
+    def _take(self, group: int, length: int, iteration: Iteration, now: float) -> None:
+        """Take over the seconds of an iteration."""
+        durations, in_force, trial = self._durations[group], self._in_force[group], self._trial
+        if trial is not None and trial.group == group:
+            trial.iterations += 1
+            if length == trial.length:
+                trial.taken.append(iteration)
+            self._end(trial, now)
+        if length == in_force:
+            if length in durations.tried:
+                durations.follow(length, self._without_prefills(iteration), _FOLLOW)
+            elif self._trial is None:
+                self._trial = Trial(group, length)
+
+    def _without_prefills(self, iteration: Iteration) -> float:
+        """Return the seconds that an iteration would have taken without its prefills."""
+        return max(iteration.seconds - self._prefills.seconds(*iteration[:2]), 0.1 * iteration.seconds)
+
+    def _end(self, trial: Trial, now: float) -> None:
+        """End a trial once it is long enough, and compare."""
+        taken = trial.taken[1:]  # the first changed from one number to another
+        if len(taken) < _FEWEST:
+            if trial.iterations >= _GIVEN_UP:
+                self._trial = None
+            return
+        mean, error = typical([self._without_prefills(one) for one in taken])
+        whole = sum(one.seconds for one in taken)
+        if whole < _LONGEST_S and error > _PRECISION * whole / len(taken):
+            return
+        self._trial = None
+        group, durations = trial.group, self._durations[trial.group]
+        durations.set(trial.length, mean, error, now)
+        worse = 1.0 - self.rate(group, trial.length) / max(self.rate(group, self._in_force[group]), 1e-9)
+        self._may_lose -= whole * max(worse, 0.0)
+        self._compare(group)
+
+    def _compare(self, group: int) -> None:
+        """Put the best number in force."""
+        in_force = self._in_force[group]
+        tried = self._durations[group].tried
+        best = max((one for one in self.lengths if one in tried), key=lambda one: self.rate(group, one), default=None)
+        if best is None or best == in_force or self.rate(group, best) < _WORTH_CHANGING * self.rate(group, in_force):
+            return
+        self._in_force[group] = best
+        self.changes += 1
+        logger.debug(
+            "eagle_mrv2 drafts %d tokens instead of %d for about %d requests", best, in_force, requests_of(group)
+        )
+
+    def _begin_trial(self, group: int, now: float) -> None:
+        """Try another number, if one is due and the time that it may lose is there."""
+        durations, in_force = self._durations[group], self._in_force[group]
+        if in_force not in durations.tried:
+            return
+        rate, seconds = self.rate(group, in_force), durations.seconds[in_force]
+        due: list[tuple[float, int, float]] = []
+        for length in self.lengths:
+            if length == in_force:
+                continue
+            worse = max(1.0 - self._expected(group, length) / rate, 0.0)
+            if length not in durations.tried and worse < _HOPELESS:
+                self._trial = Trial(group, length)
+                return
+            rested = (now - durations.tried.get(length, (0.0, 0.0))[0]) / (_REST_S * (1.0 + worse / _PRECISION / 10))
+            if rested > 1.0:
+                due.append((rested, length, worse))
+        if due:
+            _, length, worse = max(due)
+            if worse * min(_FEWEST * seconds, _LONGEST_S) <= max(self._may_lose, 0.0):
+                self._trial = Trial(group, length)
+
+
+def group_of(requests: int) -> int:
+    """Return the number of a group of similar numbers of decodes; a group's largest is 1.4 times its smallest."""
+    return round(2 * math.log2(max(requests, 1)))
+
+
+def requests_of(group: int) -> int:
+    """Return the number of decodes in the middle of a group."""
+    return round(2 ** (group / 2))
