@@ -33,7 +33,7 @@ _SAVED_S = 0.5
 _REST_S = 1.0
 """Seconds between two trials of a number that is as good as the one in force; of a worse one, longer."""
 _HOPELESS = 0.15
-"""A number that is expected to make so much less than the one in force has its first trial as any other."""
+"""A number that is expected to make so much less than the one in force has no first trial at once, but for the next."""
 _WORTH_CHANGING = 1.01
 _EVERY = 8
 """Iterations between two comparisons."""
@@ -226,7 +226,8 @@ class DraftLength:
             if length == in_force:
                 continue
             worse = max(1.0 - self._expected(group, length) / rate, 0.0)
-            if length not in durations.tried and worse < _HOPELESS:
+            next_to = abs(self.lengths.index(length) - self.lengths.index(in_force)) == 1
+            if length not in durations.tried and (next_to or worse < _HOPELESS):
                 self._trial = Trial(group, length)
                 return
             rested = (now - durations.tried.get(length, (0.0, 0.0))[0]) / (_REST_S * (1.0 + worse / _PRECISION / 10))
