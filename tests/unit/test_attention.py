@@ -253,6 +253,19 @@ def rope_is_left(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Module,
     return make
 
 
+@pytest.mark.parametrize("batch", [metadata(max_query_len=2), metadata()], ids=["prefill", "one token each"])
+def test_nothing_is_attended_to_where_no_row_is_read(batch: Any, rope_is_left: Callable[..., Any]) -> None:
+    """Keys and values are written all the same; a layer that writes them while it attends runs as ever."""
+    module, _ = rope_is_left(batch)
+    profiled = 7  # what the run without metadata leaves
+    with module.read.only(0):
+        assert (run(module, batch)["output"] == profiled).all()
+    attends = batch.max_query_len == 1
+    for rows, update in ((0, False), (1, True)):
+        with module.read.only(rows):
+            assert (run(module, batch, update)["output"] != profiled).any() == attends
+
+
 @pytest.mark.parametrize("of_batch", [metadata, own_metadata])
 def test_our_kernel_turns_by_rope(of_batch: Callable[[], Any], rope_is_left: Callable[..., Any]) -> None:
     """The queries always, and the keys where it writes them."""

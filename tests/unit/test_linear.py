@@ -333,6 +333,9 @@ def test_layers_after_the_attention(other: str | None, monkeypatch: pytest.Monke
         found = draft(states)
     torch.testing.assert_close(found[[1, 3]], expected[[1, 3]], rtol=1e-4, atol=1e-4)
     assert not other or found[0].isnan().all()
+    with read.only(0), monkeypatch.context() as patch:
+        patch.setattr(linear, "_product", None if not other else linear._product)  # nothing is multiplied
+        assert draft(states).shape == expected.shape
 
 
 @pytest.mark.parametrize("other", ["quantized", "biased", "another activation", "another module"])

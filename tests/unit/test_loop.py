@@ -432,12 +432,23 @@ def test_when_rows_are_picked(
 ) -> None:
     """Not in a PIECEWISE graph, which any number of requests may replay, and several only where it saves enough."""
     monkeypatch.setattr(loop_module, "_WORTH_PICKING", 50)
+    loop = loop_on(ToyAdapter())
+    loop.weights_after_attention = weights
+    with loop._reading(inputs_of(num_reqs, mode)._replace(num_tokens=num_reqs * tokens_each), drafts=True):
+        assert (loop.rows_read.now() is not None) is picks
+    assert loop.rows_read.now() is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "read"),
+    [(Mode.FULL, 1, []), (Mode.NONE, 1, []), (Mode.PIECEWISE, 1, None), (Mode.NONE, 0, None)],
+)
+def test_no_row_is_read_where_nothing_is_drafted(mode: Mode, weights: int, read: list[int] | None) -> None:
     adapter = ToyAdapter()
     loop = loop_on(adapter)
     loop.weights_after_attention = weights
-    loop.prefill(inputs_of(num_reqs, mode)._replace(num_tokens=num_reqs * tokens_each), drafts=False)
-    assert [rows is not None for rows in adapter.rows_read] == [picks]
-    assert loop.rows_read.now() is None
+    loop.prefill(inputs_of(2, mode), drafts=False)
+    assert adapter.rows_read == [read]
 
 
 def test_a_model_with_one_hidden_state_for_both() -> None:

@@ -212,6 +212,10 @@ def _attend_by_ours(
         **kwargs: Any,
     ) -> Any:
         plain = not any(each is not None for each in (*args, *kwargs.values()))
+        rows = None if read is None else read.now()
+        if rows is not None and not len(rows) and update.written:
+            update.taken()
+            return output
         if attn_metadata is None:
             # The profile run.  Memory allocated during weight loading would be freed with the weights when vLLM sleeps.
             if shape not in kernels:
@@ -230,7 +234,7 @@ def _attend_by_ours(
             )
             return output
         elif rope is not None:
-            rows, (_, keys_are_turned) = None if read is None else read.now(), update.taken()
+            _, keys_are_turned = update.taken()
             if plain and rows is not None and keys_are_turned and _is_one_request(attn_metadata, query):
                 return attend(query, kv_cache, attn_metadata, output, index=rows)
             rope.turn(query, *([] if keys_are_turned else [key]))
@@ -249,6 +253,8 @@ class _CacheUpdate:
     def __init__(self, impl: Any, rope: Rope | None) -> None:
         self._slots: torch.Tensor | None = None
         self._turned = False
+        self.written = False
+        """Whether vLLM's update has written the keys and values of this pass."""
         self._rope = rope
         if hasattr(impl, "do_kv_cache_update"):
             self._stock: Callable[..., None] = impl.do_kv_cache_update
@@ -264,11 +270,12 @@ class _CacheUpdate:
             self._rope.turn(key)
             self._turned = True
         self._stock(layer, key, value, kv_cache, slot_mapping)
+        self.written = True
 
     def taken(self) -> tuple[torch.Tensor | None, bool]:
-        """Return the slots for attention to write, or None, and whether RoPE was applied to the keys; resets both."""
+        """Return the slots for attention to write, or None, and whether RoPE was applied to the keys; resets all."""
         found = self._slots, self._turned
-        self._slots, self._turned = None, False
+        self._slots, self._turned, self.written = None, False, False
         return found
 
 

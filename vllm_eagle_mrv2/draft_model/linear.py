@@ -52,6 +52,8 @@ def _linear(
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows = rows_read(index, count)
+    if rows is not None and not len(rows):
+        return x.new_empty(*x.shape[:-1], len(weight))
     if rows is None or _is_one_row(x):
         return _product(x, weight, bias, scale)
     if len(rows) == 1 and _takes_row(x, scale):
@@ -67,6 +69,8 @@ def _gated_linear(
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows = rows_read(index, count)
+    if rows is not None and not len(rows):
+        return x.new_empty(*x.shape[:-1], len(weight) // 2)
     if rows is None or _is_one_row(x):
         return _gated_product(x, weight, scale)
     if len(rows) == 1 and _takes_row(x, scale):

@@ -1,7 +1,8 @@
 """The rows of a draft prefill that are read afterwards: the last token of each request.
 
 After the last attention layer tokens no longer interact, so the layers that follow multiply only these rows; the other
-rows of their output are undefined.  With one request, attention computes only its last token too.
+rows of their output are undefined.  With one request, attention computes only its last token too.  Where nothing is
+drafted no row is read: the pass only writes keys and values.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+
+_ALL = -1
 
 
 class RowsRead:
@@ -23,8 +26,8 @@ class RowsRead:
 
     def __init__(self, index: torch.Tensor) -> None:
         self.index = index
-        self.count = torch.zeros(1, dtype=torch.int32)
-        """[1] int32 on the CPU: how many elements of ``index`` are meant; 0 means that all rows are read."""
+        self.count = torch.full((1,), _ALL, dtype=torch.int32)
+        """[1] int32 on the CPU: how many elements of ``index`` are meant; -1 means that all rows are read."""
 
     @contextlib.contextmanager
     def only(self, num_reqs: int) -> Iterator[None]:
@@ -36,7 +39,7 @@ class RowsRead:
         try:
             yield
         finally:
-            self.count.zero_()
+            self.count.fill_(_ALL)
 
     def now(self) -> torch.Tensor | None:
         """Return the rows that are read; None if any may be."""
@@ -47,4 +50,4 @@ def rows_read(index: torch.Tensor | None, count: torch.Tensor | None) -> torch.T
     """Return the rows that are read, [count] int64, from the tensors of a `RowsRead`; None if any may be."""
     if index is None or count is None:
         return None
-    return index[:num_reqs] if (num_reqs := int(count)) else None
+    return None if (num_reqs := int(count)) == _ALL else index[:num_reqs]

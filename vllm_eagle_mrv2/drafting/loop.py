@@ -196,7 +196,7 @@ class DraftLoop:
         ``slot_table`` the slots of the first decode are written too.
         """
         buffers, config, num_reqs = self.buffers, self.config, inputs.num_reqs
-        with self._reading_last_rows(inputs):
+        with self._reading(inputs, drafts=drafts):
             for_head, for_next_step = self.adapter.run_draft_model(inputs)
         if not drafts:
             return
@@ -210,11 +210,13 @@ class DraftLoop:
             sample_offset=config.sample_offset,
         )
 
-    def _reading_last_rows(self, inputs: ForwardInputs) -> AbstractContextManager[None]:
-        """Context of a draft prefill, after which only the hidden state of each request's last token is read."""
+    def _reading(self, inputs: ForwardInputs, *, drafts: bool) -> AbstractContextManager[None]:
+        """Context of a draft prefill, after which at most the hidden state of each request's last token is read."""
         # A PIECEWISE graph serves a number of tokens, of however many requests.
         if not self.weights_after_attention or inputs.mode.name == "PIECEWISE":
             return nullcontext()
+        if not drafts:
+            return self.rows_read.only(0)
         saved = (inputs.num_tokens - inputs.num_reqs) * self.weights_after_attention
         if inputs.num_reqs > 1 and saved < _WORTH_PICKING:
             return nullcontext()
