@@ -6,6 +6,7 @@
 #   bash benchmarks/gpu_matrix.sh ROOT OUT loads RELEASE... [-- ARGUMENTS]       benchmarks/load_times.py, likewise
 #   bash benchmarks/gpu_matrix.sh ROOT OUT timelines RELEASE... [-- ARGUMENTS]   benchmarks/draft_timeline.py, likewise
 #   bash benchmarks/gpu_matrix.sh ROOT OUT kernels RELEASE... [-- ARGUMENTS]     benchmarks/kernel_times.py; all kernels, or those named
+#   bash benchmarks/gpu_matrix.sh ROOT OUT lengths RELEASE... [-- ARGUMENTS]     benchmarks/draft_lengths.py; a release at a time
 #
 # A RELEASE may bring arguments of its own, '0.26.0 --steps 7 --batch 1 32', and stand there several times. Tests named by
 # a path take the place of tests/gpu.
@@ -96,7 +97,13 @@ kernels() { # job, folder, arguments
   on "$job" "$python" benchmarks/kernel_times.py "$@" >"$folder/$what.jsonl" 2>"$folder/log"
 }
 
-case $what in tests | times | loads | timelines | kernels) ;; *) usage ;; esac
+lengths() { # job, folder, arguments
+  local job=$1 folder=$2
+  shift 2
+  on "$job" "$python" benchmarks/draft_lengths.py "$@" >"$folder/$what.jsonl" 2>"$folder/log"
+}
+
+case $what in tests | times | loads | timelines | kernels | lengths) ;; *) usage ;; esac
 for job in "${jobs[@]}"; do
   # Before any starts: those that take turns would wait for one that never comes.
   [[ -d $root/site-${job%% *} ]] || { printf 'error: %s has no site-%s\n' "$root" "${job%% *}" >&2; exit 2; }

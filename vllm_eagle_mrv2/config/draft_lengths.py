@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_eagle_mrv2.config.method import settings_of
 
-_LENGTHS = (0, 1, 2, 3, 5, 7)
+LENGTHS = (0, 1, 2, 3, 5, 7)
 """Each of them has CUDA graphs of its own, so there are few; the maximum is always one of them."""
 
 
@@ -15,7 +15,7 @@ def lengths_to_choose_from(vllm_config: Any) -> tuple[int, ...]:
     if not asks_for_choice(vllm_config) or why_not_chosen(vllm_config) is not None:
         return ()
     most = vllm_config.speculative_config.num_speculative_tokens
-    return (*(length for length in _LENGTHS if length < most), most)
+    return (*(length for length in LENGTHS if length < most), most)
 
 
 def asks_for_choice(vllm_config: Any) -> bool:

@@ -37,6 +37,8 @@ _HOPELESS = 0.15
 _WORTH_CHANGING = 1.01
 _EVERY = 8
 """Iterations between two comparisons."""
+_PAUSE_S = 2.0
+"""Seconds after which an iteration was no iteration: the engine slept, or waited for something."""
 _FOLLOW = 0.05
 """Weight of an iteration with the number in force."""
 
@@ -116,7 +118,7 @@ class DraftLength:
         """
         now = self._clock()
         seconds, self._last = now - self._last, now
-        if not decodes or length not in self.lengths:
+        if not decodes or length not in self.lengths or seconds > _PAUSE_S:
             return
         self.acceptance.add(outcomes, seconds)
         self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, _SAVED_S)
