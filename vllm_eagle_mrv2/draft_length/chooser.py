@@ -35,6 +35,12 @@ _REST_S = 1.0
 _HOPELESS = 0.15
 """A number that is expected to make so much less than the one in force has no first trial at once, but for the next."""
 _WORTH_CHANGING = 1.01
+_UNSURE = 0.5
+"""Weight of the standard error of a number that would be put in force."""
+_A_DRAFT = 0.03
+"""Share of an iteration that a draft is expected to take before any has been tried."""
+_APART = 0.015
+"""By which share the times of two numbers differ more or less in the next group."""
 _EVERY = 8
 """Iterations between two comparisons."""
 _PAUSE_S = 2.0
@@ -80,6 +86,7 @@ class DraftLength:
         self._durations: dict[int, Durations] = {}
         self._in_force: dict[int, int] = {}
         self._prefills = Prefills()
+        self._draft: float | None = None  # seconds of a draft, beside verifying it
         self._trial: Trial | None = None
         self._may_lose = 0.0
         self._last = clock()
@@ -96,7 +103,7 @@ class DraftLength:
         if group not in self._in_force:
             self._enter(group)
         trial = self._trial
-        if trial is not None and trial.group != group:
+        if trial is not None and abs(trial.group - group) > 1:
             trial = self._trial = None
         self.length = self._in_force[group] if trial is None else trial.length
         return self.length
@@ -141,50 +148,65 @@ class DraftLength:
         return 0.0 if seconds is None else self._rate(group, length, seconds)
 
     def _rate(self, group: int, length: int, seconds: float) -> float:
-        requests = requests_of(group)
-        made = requests * self.acceptance.tokens(length)
-        return made / (seconds + self._prefills.expected(requests * (1 + length), made))
+        made = self._made(group, length)
+        return made / (seconds + self._prefills.expected(requests_of(group) * (1 + length), made))
+
+    def _made(self, group: int, length: int) -> float:
+        return requests_of(group) * self.acceptance.tokens(length)
 
     def _enter(self, group: int) -> None:
         """Begin with what is known of the nearest number of decodes."""
-        known = [other for other, durations in self._durations.items() if durations.seconds]
-        nearest = min(known, key=lambda other: abs(other - group), default=None)
+        nearest = min(self._in_force, key=lambda other: abs(other - group), default=None)
         durations = self._durations[group] = Durations()
-        self._in_force[group] = self.length
-        if nearest is not None:
-            further = requests_of(group) - requests_of(nearest)
-            for length, seconds in self._durations[nearest].seconds.items():
-                tokens = requests_of(nearest) * (1 + length)
-                durations.seconds[length] = seconds + self._prefills.seconds(tokens, further * (1 + length))
-            self._in_force[group] = self._in_force[nearest]
+        self._in_force[group] = self.length if nearest is None else self._in_force[nearest]
+        if nearest is None:
+            return
+        known, further = self._durations[nearest], requests_of(group) - requests_of(nearest)
+        for length, seconds in known.seconds.items():
+            tokens = requests_of(nearest) * (1 + length)
+            more = self._prefills.seconds(tokens, further * (1 + length))
+            durations.seconds[length] = max(seconds + more, 0.1 * seconds)
+            durations.error[length] = math.hypot(known.error[length], _APART * abs(group - nearest) * seconds)
 
-    def _expected(self, group: int, length: int) -> float:
-        """Return the rate of a number, as far as the tokens to verify tell it where it has not been tried."""
-        durations, in_force = self._durations[group], self._in_force[group]
-        if length not in durations.seconds and in_force in durations.seconds:
-            requests = requests_of(group)
-            further = requests * (length - in_force)
-            seconds = durations.seconds[in_force] + self._prefills.seconds(requests * (1 + in_force), further)
-            return self._rate(group, length, seconds)
-        return self.rate(group, length)
+    def _guess(self, group: int) -> None:
+        """Expect times of what has not been tried: by the tokens to verify, and by what a draft took elsewhere."""
+        durations, in_force, requests = self._durations[group], self._in_force[group], requests_of(group)
+        base = durations.seconds[in_force]
+        draft, unsure = (_A_DRAFT * base, 1.0) if self._draft is None else (self._draft, 0.5)
+        for length in self.lengths:
+            more = length - in_force
+            verifying = self._prefills.seconds(requests * (1 + in_force), requests * more)
+            error = 0.2 * abs(verifying) + unsure * draft * abs(more)
+            durations.guess(length, base + verifying + draft * more, error)
+
+    def _learn_draft(self, group: int, length: int, seconds: float) -> None:
+        """Learn what a draft takes from the trial of a number."""
+        in_force, requests = self._in_force[group], requests_of(group)
+        if length != in_force:
+            more = length - in_force
+            verifying = self._prefills.seconds(requests * (1 + in_force), requests * more)
+            draft = max((seconds - self._durations[group].seconds[in_force] - verifying) / more, 0.0)
+            self._draft = draft if self._draft is None else self._draft + 0.3 * (draft - self._draft)
 
     def _take(self, group: int, length: int, iteration: Iteration, now: float) -> None:
         """Take over the seconds of an iteration."""
         durations, in_force, trial = self._durations[group], self._in_force[group], self._trial
-        if trial is not None and trial.group == group:
+        if trial is not None and abs(trial.group - group) <= 1:
             trial.iterations += 1
             if length == trial.length:
                 trial.taken.append(iteration)
             self._end(trial, now)
         if length == in_force:
-            if length in durations.tried:
-                durations.follow(length, self._without_prefills(iteration), _FOLLOW)
+            if durations.known(length):
+                durations.follow(length, self._plain(group, length, iteration), _FOLLOW)
             elif self._trial is None:
                 self._trial = Trial(group, length)
 
-    def _without_prefills(self, iteration: Iteration) -> float:
-        """Return the seconds that an iteration would have taken without its prefills."""
-        return max(iteration.seconds - self._prefills.seconds(*iteration[:2]), 0.1 * iteration.seconds)
+    def _plain(self, group: int, length: int, iteration: Iteration) -> float:
+        """Return the seconds of an iteration as if it had no prefills, and as many decodes as the middle of a group."""
+        decoded = requests_of(group) * (1 + length)
+        more = self._prefills.seconds(decoded, iteration.decoded + iteration.prefilled - decoded)
+        return max(iteration.seconds - more, 0.1 * iteration.seconds)
 
     def _end(self, trial: Trial, now: float) -> None:
         """End a trial once it is long enough, and compare."""
@@ -193,23 +215,32 @@ class DraftLength:
             if trial.iterations >= _GIVEN_UP:
                 self._trial = None
             return
-        mean, error = typical([self._without_prefills(one) for one in taken])
+        group, length = trial.group, trial.length
+        mean, error = typical([self._plain(group, length, one) for one in taken])
         whole = sum(one.seconds for one in taken)
         if whole < _LONGEST_S and error > _PRECISION * whole / len(taken):
             return
         self._trial = None
-        group, durations = trial.group, self._durations[trial.group]
-        durations.set(trial.length, mean, error, now)
-        worse = 1.0 - self.rate(group, trial.length) / max(self.rate(group, self._in_force[group]), 1e-9)
-        self._may_lose -= whole * max(worse, 0.0)
-        self._compare(group)
+        self._learn_draft(group, length, mean)
+        durations = self._durations[group]
+        first = not durations.known(length)
+        durations.set(length, mean, error, now)
+        in_force = self._in_force[group]
+        if durations.known(in_force):
+            self._guess(group)
+            worse = 1.0 - self.rate(group, length) / self.rate(group, in_force)
+            self._may_lose -= 0.0 if first else whole * max(worse, 0.0)
+            self._compare(group)
 
     def _compare(self, group: int) -> None:
         """Put the best number in force."""
         in_force = self._in_force[group]
-        tried = self._durations[group].tried
-        best = max((one for one in self.lengths if one in tried), key=lambda one: self.rate(group, one), default=None)
-        if best is None or best == in_force or self.rate(group, best) < _WORTH_CHANGING * self.rate(group, in_force):
+        known = filter(self._durations[group].known, self.lengths)
+        best = max(known, key=lambda one: self.rate(group, one), default=None)
+        if best is None or best == in_force:
+            return
+        unsure = _UNSURE * self._durations[group].error[best] * self.rate(group, best) / self._made(group, best)
+        if self.rate(group, best) < (_WORTH_CHANGING + unsure) * self.rate(group, in_force):
             return
         self._in_force[group] = best
         self.changes += 1
@@ -220,19 +251,19 @@ class DraftLength:
     def _begin_trial(self, group: int, now: float) -> None:
         """Try another number, if one is due and the time that it may lose is there."""
         durations, in_force = self._durations[group], self._in_force[group]
-        if in_force not in durations.tried:
+        if not durations.known(in_force):
             return
         rate, seconds = self.rate(group, in_force), durations.seconds[in_force]
         due: list[tuple[float, int, float]] = []
         for length in self.lengths:
             if length == in_force:
                 continue
-            worse = max(1.0 - self._expected(group, length) / rate, 0.0)
+            worse = max(1.0 - self.rate(group, length) / rate, 0.0)
             next_to = abs(self.lengths.index(length) - self.lengths.index(in_force)) == 1
-            if length not in durations.tried and (next_to or worse < _HOPELESS):
+            if not durations.known(length) and (next_to or worse < _HOPELESS):
                 self._trial = Trial(group, length)
                 return
-            rested = (now - durations.tried.get(length, (0.0, 0.0))[0]) / (_REST_S * (1.0 + worse / _PRECISION / 10))
+            rested = (now - durations.tried.get(length, 0.0)) / (_REST_S * (1.0 + worse / _PRECISION / 10))
             if rested > 1.0:
                 due.append((rested, length, worse))
         if due:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 _CLIP = 0.3
 """By which share one iteration may differ from the expected time and still count in full."""
+_VAGUE = 0.03
+"""Share of its time that a number may stray before it has to be tried."""
 _DRIFT = 0.003
 """By which share the times of two numbers drift apart in a second."""
 _MANY = 256
@@ -22,11 +24,13 @@ class Durations:
     with the number in force shifts the times of all numbers; a trial of another number sets that number's alone.
     """
 
-    def __init__(self, copied: Durations | None = None) -> None:
-        self.seconds: dict[int, float] = {} if copied is None else dict(copied.seconds)
+    def __init__(self) -> None:
+        self.seconds: dict[int, float] = {}
         """Expected seconds by number of draft tokens."""
-        self.tried: dict[int, tuple[float, float]] = {}
-        """When each number was last tried at this number of decodes, and the standard error since then."""
+        self.error: dict[int, float] = {}
+        """Their standard errors, beside that of all of them alike."""
+        self.tried: dict[int, float] = {}
+        """When each number was last tried at this number of decodes."""
 
     def follow(self, length: int, seconds: float, share: float) -> None:
         """Shift the times of all numbers by a share of how far an iteration with the number in force was off."""
@@ -34,15 +38,24 @@ class Durations:
         off = max(-_CLIP, min(_CLIP, seconds / expected - 1.0)) * expected
         self.seconds = {one: max(known + share * off, 1e-6) for one, known in self.seconds.items()}
 
+    def guess(self, length: int, seconds: float, error: float) -> None:
+        """Expect a time of a number that is to be tried, unless it is known better."""
+        error = max(error, 2 * _VAGUE * seconds)
+        if length not in self.tried and error < self.error.get(length, math.inf):
+            self.seconds[length], self.error[length] = max(seconds, 1e-6), error
+
+    def known(self, length: int) -> bool:
+        """Whether the time of a number is known well enough to choose it."""
+        return length in self.tried or self.error.get(length, math.inf) < _VAGUE * self.seconds.get(length, 0.0)
+
     def set(self, length: int, seconds: float, error: float, now: float) -> None:
         """Take over the result of a trial, by the errors of this and of what was known before."""
-        if length in self.tried:
-            last, known = self.tried[length]
-            drifted = known + _DRIFT * self.seconds[length] * (now - last)
+        if length in self.seconds:
+            drifted = self.error[length] + _DRIFT * self.seconds[length] * (now - self.tried.get(length, now))
             weight = drifted**2 / (drifted**2 + error**2)
             seconds = self.seconds[length] + weight * (seconds - self.seconds[length])
             error = math.sqrt(weight) * error
-        self.seconds[length], self.tried[length] = seconds, (now, error)
+        self.seconds[length], self.error[length], self.tried[length] = seconds, error, now
 
 
 class Prefills:
@@ -59,7 +72,8 @@ class Prefills:
         self.per_made = 0.0
         """Tokens prefilled for each token made."""
         self._size = 1.0  # tokens of an iteration's prefills, where there are some
-        self._means: dict[tuple[int, int], tuple[float, float]] = {}  # of tokens and seconds with prefills
+        self._means: dict[tuple[int, int], tuple[float, float]] = {}  # of tokens beyond the knee and seconds, by kind
+        self._many: dict[tuple[int, int], tuple[float, float]] = {}  # of tokens and seconds, with many prefilled
         self._products = self._squares = 0.0
 
     def add(self, kind: tuple[int, int], decoded: int, prefilled: int, made: float, seconds: float) -> None:
@@ -75,17 +89,16 @@ class Prefills:
         self.per_made += 0.3 * _SHARE * (prefilled / max(made, 1.0) - self.per_made)
         if prefilled:
             self._size += _SHARE * (prefilled - self._size)
+        tokens = max(float(decoded + prefilled), self.knee)
+        off, off_seconds = _follow(self._means, kind, tokens, seconds)
+        self._products += _SHARE * (off * off_seconds - self._products)
+        self._squares += _SHARE * (off * off - self._squares)
+        if self._squares > 1.0:
+            self.per_token = max(self._products / self._squares, 0.0)
         if prefilled >= _MANY:
-            tokens = float(decoded + prefilled)
-            mean_tokens, mean_seconds = self._means.get(kind, (tokens, seconds))
-            off = tokens - mean_tokens
-            self._products += _SHARE * (off * (seconds - mean_seconds) - self._products)
-            self._squares += _SHARE * (off * off - self._squares)
-            self._means[kind] = mean_tokens + _SHARE * off, mean_seconds + _SHARE * (seconds - mean_seconds)
-            if self._squares > 1.0:
-                self.per_token = max(self._products / self._squares, 0.0)
-        elif not prefilled and kind in self._means and self.per_token > 0:
-            mean_tokens, mean_seconds = self._means[kind]
+            _follow(self._many, kind, float(decoded + prefilled), seconds)
+        elif not prefilled and kind in self._many and self.per_token > 0:
+            mean_tokens, mean_seconds = self._many[kind]
             knee = mean_tokens - (mean_seconds - seconds) / self.per_token
             if knee > decoded:
                 self.knee += _SHARE * (min(knee, 4.0 * _MANY) - self.knee)
@@ -99,6 +112,16 @@ class Prefills:
         each = self.per_made * made
         share = min(each / self._size, 1.0)
         return share * self.seconds(decoded, each / share) if share else 0.0
+
+
+def _follow(
+    means: dict[tuple[int, int], tuple[float, float]], kind: tuple[int, int], tokens: float, seconds: float
+) -> tuple[float, float]:
+    """Move the running means of a kind; return how far an iteration was off them."""
+    mean_tokens, mean_seconds = means.get(kind, (tokens, seconds))
+    off_tokens, off_seconds = tokens - mean_tokens, seconds - mean_seconds
+    means[kind] = mean_tokens + _SHARE * off_tokens, mean_seconds + _SHARE * off_seconds
+    return off_tokens, off_seconds
 
 
 def typical(samples: Sequence[float]) -> tuple[float, float]:

@@ -183,8 +183,9 @@ def _put_first(manager: Any, added: list[Any]) -> None:
 
 def _sizes(query_len: int, most_requests: int, most_tokens: int) -> list[int]:
     """Return the numbers of tokens to capture: of few requests closely, of many in steps of an eighth to a quarter."""
-    requests, sizes = 1, []
-    while requests <= most_requests and requests * query_len <= most_tokens:
+    requests, most = 1, min(most_requests, most_tokens // query_len)
+    sizes = []
+    while requests < most:
         sizes.append(requests * query_len)
         requests += max(1, 2 ** (requests.bit_length() - 3))
-    return sizes
+    return [*sizes, most * query_len] if most else []
