@@ -63,9 +63,9 @@ def counted_calls(owner: Any, name: str) -> Counter[str]:
     """Calls of a method from now on, by its name."""
     counts, original = Counter[str](), getattr(owner, name)
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         counts[name] += 1
-        return original(*args)
+        return original(*args, **kwargs)
 
     setattr(owner, name, counted)
     return counts
