@@ -19,10 +19,10 @@ def test_what_is_active_is_said_and_counted(eager: bool) -> None:
     with recorded_log() as log, engine("eagle_mrv2", speculative=speculative, compilation_config=compilation) as llm:
         before = dict(read_counts())[0].phases
         greedy(llm, held_out_prompts(1), 24)
-        after, draft_length = dict(read_counts())[0]
+        counts = dict(read_counts())[0]
     assert before == dict.fromkeys(PATHS, 0), "passes to warm up"
-    assert draft_length == 3
-    took = {path for path, count in after.items() if count}
+    assert counts.draft_length == 3
+    took = {path for path, count in counts.phases.items() if count}
     (line,) = (line for line in log if "drafts on vLLM" in line)
     warned = [line for line in log if "without CUDA graphs" in line]
     if eager:

@@ -13,7 +13,7 @@ import pytest
 from support import DEPLOY
 
 from vllm_eagle_mrv2.telemetry import counters
-from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, DraftCounter, read_counts, share_folder
+from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, DraftCounter, hold, read_counts, share_folder
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,22 @@ def test_counts_of_each_rank() -> None:
     assert [counts.draft_length for _, counts in read_counts()] == [2, 0]
     first.clear()
     assert phases(0) == {}
+
+
+def test_what_the_scheduler_counts() -> None:
+    slots = DraftCounter.of_rank(3).slots
+    slots[counters.CHANGES], slots[counters.TOKENS], slots[counters.EXPECTED_MILLITOKENS] = 7, 11, 10_250
+    slots[counters.MICROSECONDS], slots[counters.EXPECTED_MICROSECONDS] = 2_000_000, 500
+    counts = dict(read_counts())[3]
+    assert (counts.changes, counts.tokens, counts.expected_tokens) == (7, 11, 10.25)
+    assert (counts.seconds, counts.expected_seconds) == (2.0, 0.0005)
+
+
+def test_a_number_is_held_for_all_ranks() -> None:
+    held = [DraftCounter.of_rank(rank).slots for rank in (0, 1)]
+    for length in (0, 5, None):
+        hold(length)
+        assert [slots[counters.HELD] for slots in held] == 2 * [0 if length is None else 1 + length]
 
 
 def test_children_count_into_the_same_folder() -> None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,8 @@ import pytest
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength, Trial, group_of, requests_of
 from vllm_eagle_mrv2.draft_length.durations import Durations, Prefills, typical
+from vllm_eagle_mrv2.telemetry import counters
+from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
 LENGTHS = (0, 1, 2, 3, 5)
 
@@ -222,7 +224,7 @@ class Chooser(Protocol):
     def choose(self, requests: int) -> int: ...
 
     def learn(
-        self, decodes: int, length: int, prefilled: int, outcomes: Iterable[tuple[tuple[int, int], int]]
+        self, decodes: int, length: int, prefilled: int, outcomes: Collection[tuple[tuple[int, int], int]]
     ) -> None: ...
 
 
@@ -235,7 +237,9 @@ class Constant:
     def choose(self, requests: int) -> int:
         return self.length
 
-    def learn(self, decodes: int, length: int, prefilled: int, outcomes: Iterable[tuple[tuple[int, int], int]]) -> None:
+    def learn(
+        self, decodes: int, length: int, prefilled: int, outcomes: Collection[tuple[tuple[int, int], int]]
+    ) -> None:
         pass
 
 
@@ -420,7 +424,13 @@ class Steps:
 
     def __init__(self, lengths: tuple[int, ...] = LENGTHS) -> None:
         self.now = 100.0
-        self.chooser = DraftLength(lengths, lambda: self.now)
+        counter = DraftCounter()
+        self.slots = counter.slots
+        self.chooser = DraftLength(lengths, lambda: self.now, counter)
+
+    @property
+    def changes(self) -> int:
+        return self.slots[counters.CHANGES]
 
     def step(self, decodes: int, length: int, seconds: float = 0.01, prefilled: int = 0, kept: int = 1) -> None:
         self.now += seconds
@@ -447,7 +457,7 @@ def test_drafts_that_cost_too_much_are_not_made() -> None:
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.02 * length)
     assert steps.chooser.choose(16) == 0
-    assert steps.chooser.changes >= 1
+    assert steps.changes >= 1
 
 
 def test_the_number_that_pays_most() -> None:
@@ -463,9 +473,9 @@ def test_the_number_that_pays_most() -> None:
 def test_what_slows_all_down_changes_nothing() -> None:
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
-    changes = steps.chooser.changes
+    changes = steps.changes
     steps.run(16, 400, lambda length: 0.02 + 0.002 * length)
-    assert steps.chooser.changes == changes
+    assert steps.changes == changes
     assert steps.chooser.rate(group_of(16), 1) == pytest.approx(16 * 2 / 0.022, rel=0.02)
 
 
@@ -587,14 +597,14 @@ def test_the_change_to_another_number_is_not_timed() -> None:
 def test_a_trial_is_given_up_when_requests_come_and_go() -> None:
     """Its number is drafted, and hardly verified by as many requests."""
     steps, trial = in_trial()
-    changes, tried = steps.chooser.changes, dict(steps.chooser._durations[trial.group].tried)
+    changes, tried = steps.changes, dict(steps.chooser._durations[trial.group].tried)
     for _ in range(199):
         steps.step(16, 1, 0.011)
     assert steps.chooser._trial is trial
     steps.step(16, 1, 0.011)
     assert steps.chooser._trial is not trial
     # As if it had not been.
-    assert steps.chooser.changes == changes
+    assert steps.changes == changes
     assert steps.chooser._durations[trial.group].tried == tried
 
 
@@ -619,3 +629,42 @@ def test_a_bad_number_is_seldom_tried_again() -> None:
     assert steps.chooser.choose(16) == 1
     assert 0 < tried[0] < tried[2] / 2
     assert tried[0] * 0.01 / 2 < 0.006 * 60 + 0.1
+
+
+def test_what_came_is_counted_beside_what_was_expected() -> None:
+    steps = Steps()
+    steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
+    before = list(steps.slots)
+    assert steps.chooser.choose(16) == 1
+    steps.step(16, 1, 0.0123)
+    counted = [now - then for now, then in zip(steps.slots, before, strict=True)]
+    assert counted[counters.MICROSECONDS] == 12_300
+    assert counted[counters.EXPECTED_MICROSECONDS] == pytest.approx(11_000, rel=0.02)
+    assert counted[counters.TOKENS] == 32
+    assert counted[counters.EXPECTED_MILLITOKENS] == pytest.approx(32_000, rel=0.01)
+    steps.step(16, 1, 0.0113, kept=-1)  # nothing was sampled
+    assert steps.slots[counters.TOKENS] - before[counters.TOKENS] == 32 + 16
+
+
+def test_what_nobody_expected_is_not_counted() -> None:
+    steps = Steps()
+    steps.step(16, 3)
+    steps.chooser.choose(16)
+    steps.step(16, 3)
+    assert not any(steps.slots)
+
+
+def test_a_number_may_be_held() -> None:
+    """And nothing is learned meanwhile."""
+    steps = Steps()
+    steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
+    steps.slots[counters.HELD] = 1 + 5
+    rates = {length: steps.chooser.rate(group_of(16), length) for length in LENGTHS}
+    assert Counter(steps.chooser.choose(16) for _ in range(9)) == {5: 9}
+    for _ in range(400):
+        steps.step(16, 5, 0.001)
+    assert {length: steps.chooser.rate(group_of(16), length) for length in LENGTHS} == rates
+    steps.slots[counters.HELD] = 1 + 4  # has no graphs
+    assert steps.chooser.choose(16) == 1
+    steps.slots[counters.HELD] = 0
+    assert steps.chooser.choose(16) == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength
 from vllm_eagle_mrv2.patches import draft_length
 from vllm_eagle_mrv2.patches.draft_length import Plan
+from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, DraftCounter, read_counts
 
 
 def config_of(most: int = 5, *, chosen: bool = True, ranks: int = 1, **changes: Any) -> Any:
@@ -26,7 +29,7 @@ def config_of(most: int = 5, *, chosen: bool = True, ranks: int = 1, **changes: 
     )
     vars(draft).update(changes)
     mark(draft, Settings("eagle", Options(draft_length="auto" if chosen else "constant")))
-    parallel = SimpleNamespace(data_parallel_size=ranks, tensor_parallel_size=1)
+    parallel = SimpleNamespace(data_parallel_size=ranks, data_parallel_index=3, tensor_parallel_size=1)
     return SimpleNamespace(speculative_config=draft, parallel_config=parallel)
 
 
@@ -87,7 +90,7 @@ def test_nobody_asks() -> None:
 class Chooser:
     """A `DraftLength` that writes down what it is asked and told."""
 
-    def __init__(self, lengths: tuple[int, ...]) -> None:
+    def __init__(self, lengths: tuple[int, ...], counter: DraftCounter) -> None:
         self.lengths = lengths
         self.length = 3
         self.coming = 2  # what it chooses next
@@ -129,11 +132,13 @@ def choosing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Choose
     return make
 
 
-def test_a_scheduler_keeps_its_chooser(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_keeps_its_chooser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     scheduler = scheduler_of(config_of(7))
     chooser = draft_length.chooser_of(scheduler)
     assert isinstance(chooser, DraftLength)
     assert chooser.lengths == (0, 1, 2, 3, 5, 7)
+    assert [rank for rank, _ in read_counts()] == [3], "it counts for its data-parallel rank"
     assert draft_length.chooser_of(scheduler) is chooser
     assert draft_length.chooser_of(scheduler_of(config_of(7))) is not chooser
 
@@ -320,7 +325,7 @@ def make_manager(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
     monkeypatch.setattr(cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None))
     manager_class = cudagraph_utils.CudaGraphManager
-    stock = manager_class._init_candidates
+    stock = inspect.unwrap(manager_class._init_candidates)  # a test before may have applied our patches
 
     def make(
         config: Any,

@@ -14,7 +14,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.v1.metrics import prometheus
 
 import vllm_eagle_mrv2
-from vllm_eagle_mrv2.config.method import Settings
+from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.telemetry import counters, metrics
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
@@ -43,6 +43,16 @@ def ours(registry: CollectorRegistry) -> set[str]:
     return set(lines)
 
 
+def of_a_choice(changes: float, seconds: tuple[float, float], tokens: tuple[float, float]) -> set[str]:
+    """The samples of a chosen number of draft tokens; seconds and tokens as measured and as expected."""
+    samples = {f'vllm_eagle_mrv2_draft_length_changes_total{{engine="0",model_name="demo"}} {changes}'}
+    for what, measured, expected in (("seconds", *seconds), ("tokens", *tokens)):
+        for kind, value in (("measured", measured), ("expected", expected)):
+            labels = f'engine="0",kind="{kind}",model_name="demo"'
+            samples.add(f"vllm_eagle_mrv2_iteration_{what}_total{{{labels}}} {value}")
+    return samples
+
+
 @pytest.mark.parametrize("several_api_servers", [False, True])
 def test_what_is_shown(several_api_servers: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if several_api_servers:  # each request then has a registry of its own
@@ -59,8 +69,24 @@ def test_what_is_shown(several_api_servers: bool, monkeypatch: pytest.MonkeyPatc
     labels = 'engine="0",model_name="demo"'
     counts = {path: float(2 * (path == "fused")) for path in counters.PATHS}
     assert ours(prometheus.get_prometheus_registry()) == {
-        'vllm_eagle_mrv2_info{family="eagle3",model_name="demo",num_speculative_tokens="3",'
+        'vllm_eagle_mrv2_info{draft_length="constant",family="eagle3",model_name="demo",num_speculative_tokens="3",'
         f'version="{vllm_eagle_mrv2.__version__}",vllm="{metrics._info["vllm"]}"}} 1.0',
         *(f'vllm_eagle_mrv2_draft_phases_total{{{labels},path="{path}"}} {count}' for path, count in counts.items()),
         f"vllm_eagle_mrv2_draft_length{{{labels}}} 2.0",
+        *of_a_choice(changes=0.0, seconds=(0.0, 0.0), tokens=(0.0, 0.0)),
     }
+
+
+def test_a_chosen_number_is_shown_beside_what_was_expected(tmp_path: Path) -> None:
+    draft, parallel = SimpleNamespace(num_speculative_tokens=3), SimpleNamespace(data_parallel_size=1)
+    settings = Settings("eagle", Options(draft_length="auto"))
+    mark(draft, settings)
+    metrics.offer(
+        SimpleNamespace(**vars(CONFIG) | {"speculative_config": draft, "parallel_config": parallel}), settings
+    )
+    slots = DraftCounter.of_rank(0).slots
+    slots[counters.CHANGES], slots[counters.TOKENS], slots[counters.EXPECTED_MILLITOKENS] = 4, 9, 8500
+    slots[counters.MICROSECONDS], slots[counters.EXPECTED_MICROSECONDS] = 1_500_000, 1_250_000
+    shown = ours(prometheus.get_prometheus_registry())
+    assert shown > of_a_choice(changes=4.0, seconds=(1.5, 1.25), tokens=(9.0, 8.5))
+    assert any(line.startswith('vllm_eagle_mrv2_info{draft_length="auto"') for line in shown)

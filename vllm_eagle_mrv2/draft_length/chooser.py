@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
 from vllm_eagle_mrv2.draft_length.durations import Durations, Prefills, typical
+from vllm_eagle_mrv2.telemetry import counters
+from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
 logger = logging.getLogger("vllm.eagle_mrv2")
 
@@ -73,16 +75,21 @@ class DraftLength:
     Args:
         lengths: the numbers to choose from, ascending; the last is the maximum.
         clock: returns seconds.
+        counter: counts what was expected beside what came; its `HELD` slot may hold a number.
     """
 
-    def __init__(self, lengths: tuple[int, ...], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        clock: Callable[[], float] = time.monotonic,
+        counter: DraftCounter | None = None,
+    ) -> None:
         self.lengths = lengths
         self.acceptance = Acceptance(lengths[-1])
         self.length = max(length for length in lengths if length <= _FIRST)
         """The number that the latest iteration drafts."""
-        self.changes = 0
-        """How often the number in force has changed."""
         self._clock = clock
+        self._slots = (counter or DraftCounter()).slots
         self._durations: dict[int, Durations] = {}
         self._in_force: dict[int, int] = {}
         self._prefills = Prefills()
@@ -99,6 +106,10 @@ class DraftLength:
         Args:
             requests: that will verify these drafts.
         """
+        held = self._slots[counters.HELD] - 1
+        if held in self.lengths:
+            self.length = held
+            return held
         group = self._group = group_of(requests)
         if group not in self._in_force:
             self._enter(group)
@@ -113,9 +124,9 @@ class DraftLength:
         decodes: int,
         length: int,
         prefilled: int,
-        outcomes: Iterable[tuple[tuple[int, int], int]],
+        outcomes: Collection[tuple[tuple[int, int], int]],
     ) -> None:
-        """Learn from an iteration whose tokens have arrived.
+        """Learn from an iteration whose tokens have arrived, unless the number is held.
 
         Args:
             decodes: requests that had a draft verified, or none to verify.
@@ -125,15 +136,16 @@ class DraftLength:
         """
         now = self._clock()
         seconds, self._last = now - self._last, now
-        if not decodes or length not in self.lengths or seconds > _PAUSE_S:
+        if not decodes or length not in self.lengths or seconds > _PAUSE_S or self._slots[counters.HELD]:
             return
+        iteration = Iteration(decodes * (1 + length), prefilled, seconds)
+        self._count(decodes, length, iteration, outcomes)
         self.acceptance.add(outcomes, seconds)
         self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, _SAVED_S)
         group = group_of(decodes)
         in_force = self._in_force.get(group)
         if in_force is None:
             return
-        iteration = Iteration(decodes * (1 + length), prefilled, seconds)
         made = decodes * self.acceptance.tokens(length)
         self._prefills.add((group, length), *iteration[:2], made, seconds)
         self._take(group, length, iteration, now)
@@ -141,6 +153,20 @@ class DraftLength:
         if self._iterations % _EVERY == 0 and self._trial is None and group == self._group:
             self._compare(group)
             self._begin_trial(group, now)
+
+    def _count(
+        self, decodes: int, length: int, iteration: Iteration, outcomes: Iterable[tuple[tuple[int, int], int]]
+    ) -> None:
+        """Count what was expected of an iteration beside what came."""
+        group, slots = group_of(decodes), self._slots
+        if group not in self._durations or not self._durations[group].known(length):
+            return
+        plain = requests_of(group) * (1 + length)
+        more = self._prefills.seconds(plain, iteration.decoded + iteration.prefilled - plain)
+        slots[counters.MICROSECONDS] += round(1e6 * iteration.seconds)
+        slots[counters.EXPECTED_MICROSECONDS] += round(1e6 * (self._durations[group].seconds[length] + more))
+        slots[counters.TOKENS] += decodes + sum(max(kept, 0) * requests for (_, kept), requests in outcomes)
+        slots[counters.EXPECTED_MILLITOKENS] += round(1e3 * decodes * self.acceptance.tokens(length))
 
     def rate(self, group: int, length: int) -> float:
         """Return the tokens a second that a number of drafts is expected to make; 0 if unknown."""
@@ -243,7 +269,7 @@ class DraftLength:
         if self.rate(group, best) < (_WORTH_CHANGING + unsure) * self.rate(group, in_force):
             return
         self._in_force[group] = best
-        self.changes += 1
+        self._slots[counters.CHANGES] += 1
         logger.debug(
             "eagle_mrv2 drafts %d tokens instead of %d for about %d requests", best, in_force, requests_of(group)
         )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength
 from vllm_eagle_mrv2.patches.wrap import Function
+from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
 _CHOOSER = "_eagle_mrv2_draft_length"
 _PLAN = "eagle_mrv2_plan"
@@ -34,8 +35,12 @@ def chooser_of(scheduler: Any) -> DraftLength | None:
     """Return what chooses the number of draft tokens for a scheduler; None if the number is not chosen."""
     known: dict[str, Any] = vars(scheduler)
     if _CHOOSER not in known:
-        lengths = lengths_to_choose_from(scheduler.vllm_config)
-        known[_CHOOSER] = DraftLength(lengths) if lengths else None
+        config = scheduler.vllm_config
+        lengths = lengths_to_choose_from(config)
+        known[_CHOOSER] = None
+        if lengths:
+            counter = DraftCounter.of_rank(config.parallel_config.data_parallel_index)
+            known[_CHOOSER] = DraftLength(lengths, counter=counter)
     chooser: DraftLength | None = known[_CHOOSER]
     return chooser
 

@@ -1,8 +1,9 @@
-"""Counts draft phases in the workers by the path that they took, for the front-end to show in /metrics.
+"""Numbers that the processes of an engine share: what workers and scheduler count, for the front-end to show.
 
 Drafting happens in worker processes, and the statistics that vLLM sends to the front-end cannot be extended.  The
 front-end therefore names a folder in shared memory in an environment variable, which its children inherit.  The worker
-that counts for a data-parallel rank maps a file in this folder, and counting adds to an integer in it.
+that counts for a data-parallel rank maps a file in this folder, and counting adds to an integer in it; so does the
+rank's scheduler, where it chooses the number of draft tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ PATHS = {
 
 ONE_GRAPH, FUSED, BY_STEPS, EAGER, PREFILL_ONLY = range(len(PATHS))  # plain integers: an enum takes twice as long
 
-DRAFT_LENGTH = len(PATHS)  # the slot after those of the paths
-_FORMAT = struct.Struct(f"={DRAFT_LENGTH + 1}q")
+DRAFT_LENGTH, CHANGES, MICROSECONDS, EXPECTED_MICROSECONDS, TOKENS, EXPECTED_MILLITOKENS, HELD = range(
+    len(PATHS), len(PATHS) + 7
+)
+"""Slots after those of the paths.  HELD is 0, or 1 + the number of draft tokens that `hold` asked for."""
+
+_FORMAT = struct.Struct(f"={HELD + 1}q")
 
 _folder: tempfile.TemporaryDirectory[str] | None = None  # removed when the process that made it ends
 
@@ -40,22 +45,28 @@ class Counts(NamedTuple):
 
     phases: dict[str, int]  # by path
     draft_length: int  # draft tokens per request in the latest batch
+    changes: int  # of the number in force, where it is chosen
+    seconds: float  # of iterations with a chosen number
+    expected_seconds: float
+    tokens: int  # that these iterations made
+    expected_tokens: float
 
 
 class DraftCounter:
-    """Counts the draft phases of a data-parallel rank.
+    """What a data-parallel rank counts.
 
     Args:
         slots: the numbers to count in; with None the counts are private to the process.
 
     Attributes:
-        slots: the number of phases by path, and at `DRAFT_LENGTH` the draft tokens per request in the latest batch.
+        slots: the number of phases by path, and at `DRAFT_LENGTH` the draft tokens per request in the latest batch;
+            those after it belong to the scheduler.
     """
 
     def __init__(self, slots: list[int] | memoryview[int] | None = None) -> None:
         self.shared = slots is not None
         """Whether a front-end can read the counts."""
-        self.slots = [0] * (DRAFT_LENGTH + 1) if slots is None else slots
+        self.slots = [0] * (HELD + 1) if slots is None else slots
 
     @classmethod
     def of_rank(cls, rank: int) -> DraftCounter:
@@ -87,8 +98,23 @@ def read_counts() -> Iterator[tuple[int, Counts]]:
     for file in sorted(_shared().glob("*"), key=lambda file: int(file.name)):
         read = file.read_bytes()
         if len(read) == _FORMAT.size:  # otherwise it is being created
-            *phases, draft_length = _FORMAT.unpack(read)
-            yield int(file.name), Counts(dict(zip(PATHS, phases, strict=True)), draft_length)
+            slots = _FORMAT.unpack(read)
+            counts = Counts(
+                phases=dict(zip(PATHS, slots, strict=False)),
+                draft_length=slots[DRAFT_LENGTH],
+                changes=slots[CHANGES],
+                seconds=slots[MICROSECONDS] / 1e6,
+                expected_seconds=slots[EXPECTED_MICROSECONDS] / 1e6,
+                tokens=slots[TOKENS],
+                expected_tokens=slots[EXPECTED_MILLITOKENS] / 1e3,
+            )
+            yield int(file.name), counts
+
+
+def hold(length: int | None) -> None:
+    """Have all engines of this front-end draft so many tokens (``draft_length: auto``), or choose again with None."""
+    for rank, _ in read_counts():
+        DraftCounter.of_rank(rank).slots[HELD] = 0 if length is None else 1 + length
 
 
 def _shared() -> Path:

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from vllm_eagle_mrv2 import __version__
+from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.telemetry import counters
@@ -29,6 +30,7 @@ def offer(vllm_config: Any, settings: Settings) -> None:
         vllm=vllm.__version__,
         family=settings.family,
         num_speculative_tokens=str(vllm_config.speculative_config.num_speculative_tokens),
+        draft_length="auto" if lengths_to_choose_from(vllm_config) else "constant",
     )
     _show()
 
@@ -57,7 +59,7 @@ class DraftMetrics(Collector):
     """Metrics of the drafts, read from the counters at each collection."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what drafts and, for each data-parallel rank, the draft phases and the current draft length."""
+        """Yield what drafts and, for each data-parallel rank, what it counts."""
         yield InfoMetricFamily("vllm_eagle_mrv2", "What drafts, on which vLLM.", value=_info)
         paths = "; ".join(f"{path}, {how}" for path, how in counters.PATHS.items())
         labels = ["model_name", "engine"]
@@ -67,10 +69,27 @@ class DraftMetrics(Collector):
         length = GaugeMetricFamily(
             "vllm_eagle_mrv2_draft_length", "Draft tokens a request in the latest batch.", labels=labels
         )
+        changes = CounterMetricFamily(
+            "vllm_eagle_mrv2_draft_length_changes", "Changes of the number of draft tokens in force.", labels=labels
+        )
+        seconds = CounterMetricFamily(
+            "vllm_eagle_mrv2_iteration_seconds",
+            "Seconds of iterations with a chosen number of draft tokens, as measured and as expected.",
+            labels=[*labels, "kind"],
+        )
+        tokens = CounterMetricFamily(
+            "vllm_eagle_mrv2_iteration_tokens",
+            "Tokens that these iterations made, as measured and as expected.",
+            labels=[*labels, "kind"],
+        )
         for rank, counts in counters.read_counts():
             of_engine = [_info["model_name"], str(rank)]
             for path, count in counts.phases.items():
                 phases.add_metric([*of_engine, path], count)
             length.add_metric(of_engine, counts.draft_length)
-        yield phases
-        yield length
+            changes.add_metric(of_engine, counts.changes)
+            seconds.add_metric([*of_engine, "measured"], counts.seconds)
+            seconds.add_metric([*of_engine, "expected"], counts.expected_seconds)
+            tokens.add_metric([*of_engine, "measured"], counts.tokens)
+            tokens.add_metric([*of_engine, "expected"], counts.expected_tokens)
+        yield from (phases, length, changes, seconds, tokens)
