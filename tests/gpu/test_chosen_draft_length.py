@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import triton
 from release_under_test import PROBABILISTIC
 from support import (
     Acceptance,
@@ -18,6 +19,8 @@ from support import (
     runner_of,
     speculator_of,
 )
+
+from vllm_eagle_mrv2.kernels import single_token_attention
 
 from .test_graphs import counted_replays
 
@@ -69,3 +72,22 @@ def test_the_number_may_change_all_the_time(constant: tuple[list[list[int]], lis
                 assert greedy(llm, PROMPTS, TOKENS) == texts
             assert acceptance.by_position[0] == pytest.approx(by_position[0], abs=0.06)
             assert len(greedy(llm, PROMPTS, TOKENS)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_no_kernel_is_compiled_when_the_number_changes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compilation takes as long as a hundred iterations."""
+    compiled: list[str] = []
+
+    def noted(*args: Any, fn: Any, **kwargs: Any) -> None:
+        if fn.module.startswith("vllm_eagle_mrv2"):
+            compiled.append(fn.name)
+
+    single_token_attention._single_token_attention_kernel.device_caches.clear()  # of the engines before
+    with engine("eagle_mrv2", k=K, options=AUTO) as llm:
+        with chosen_draft_lengths(itertools.repeat(K)):
+            greedy(llm, PROMPTS[:count], TOKENS)
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", noted)
+        with chosen_draft_lengths(itertools.cycle([0, K, 1])):
+            greedy(llm, PROMPTS[:count], TOKENS)
+    assert not compiled

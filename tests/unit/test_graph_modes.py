@@ -317,3 +317,34 @@ def test_captures_find_no_batch_and_leave_none() -> None:
     assert not queue.taken
     assert drafter.loop.phase_run == drafter.graphs.phase_run
     assert not drafter.adapter.capturing
+
+
+@pytest.mark.parametrize(
+    ("uniform", "warmed_up"), [([1, 2, 1], [1]), ([2], []), ([], [])], ids=["with none", "without", "no graphs"]
+)
+def test_first_drafts_after_none_are_warmed_up(
+    uniform: list[int], warmed_up: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the fewest requests, and outside a graph."""
+
+    class Sized(NamedTuple):
+        cg_mode: Any
+        uniform_token_count: int
+        num_tokens: int
+
+    drafter = drafter_for(prefill_cudagraph_manager=SimpleNamespace(use_breakable_cg=False))
+    drafter.stock.prefill_cudagraph_manager.capture_fresh = lambda *given: None
+    graphs, passes = drafter.graphs, []
+    descriptors: Any = [Sized(FULL, tokens, 4 - place) for place, tokens in enumerate(uniform)]
+    monkeypatch.setattr(graphs, "find_phase_graphs", lambda: set(descriptors))
+    monkeypatch.setattr(graphs, "_find_target_outputs", lambda: None)
+    monkeypatch.setattr(graphs, "_dummy_prefill", lambda descriptor: Inputs(descriptor.num_tokens - 1, FULL))
+    monkeypatch.setattr(drafter.loop, "prefill", lambda inputs: passes.append(inputs))
+    graphs._capture_prefills()
+    assert passes == [Inputs(num_reqs, NONE) for num_reqs in warmed_up]
+    assert not torch.is_inference_mode_enabled()
+
+
+class Inputs(NamedTuple):
+    num_reqs: int
+    mode: Any

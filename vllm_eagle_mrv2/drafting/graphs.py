@@ -181,10 +181,6 @@ class DraftGraphs:
         manager = stock.prefill_cudagraph_manager
         if manager.use_breakable_cg:
             manager.init_breakable_cg_runner(stock.model)
-        # At run time the draft prefill reads the target's metadata, so its graphs are captured with those buffers.
-        of_target = self._enabled(Behaviour.TARGET_METADATA_REUSE)
-        buffers = stock.target_input_buffers if of_target else stock.input_buffers
-        groups = stock.target_attn_groups if of_target else stock.attn_groups
         self._phase_graphs = self.find_phase_graphs()
         self._phase_runs.clear()
         loop.phase_run = self.phase_run if self._phase_graphs else None
@@ -193,7 +189,7 @@ class DraftGraphs:
         hooks.on_prefill_begin(stock.max_num_reqs)
         manager.capture_fresh(
             loop.phase,
-            lambda descriptor: self._dummy_inputs(manager, descriptor, buffers, groups, step=0),
+            self._dummy_prefill,
             "Capturing draft prefill CUDA graphs",
             lambda descriptor: {
                 "states": loop.target_outputs if descriptor.cg_mode.name == "FULL" else None,
@@ -202,8 +198,28 @@ class DraftGraphs:
                 "decodes": self._decodes_in_graph_of(descriptor),
             },
         )
+        self._warm_up_first_drafts()
         loop.queue.clear()
         hooks.on_prefill_end(stock.max_num_reqs)
+
+    def _dummy_prefill(self, descriptor: Descriptor) -> ForwardInputs:
+        # At run time the draft prefill reads the target's metadata, so its graphs are captured with those buffers.
+        stock, of_target = self.stock, self._enabled(Behaviour.TARGET_METADATA_REUSE)
+        buffers = stock.target_input_buffers if of_target else stock.input_buffers
+        groups = stock.target_attn_groups if of_target else stock.attn_groups
+        return self._dummy_inputs(stock.prefill_cudagraph_manager, descriptor, buffers, groups, step=0)
+
+    @torch.inference_mode()
+    def _warm_up_first_drafts(self) -> None:
+        """Run a draft prefill of decodes that verify no drafts and get some: in no graph, and with kernels of its own.
+
+        Such batches come where the number of draft tokens is no longer 0.
+        """
+        single = [each for each in self._phase_graphs if each.uniform_token_count == 1]
+        if single:
+            inputs = self._dummy_prefill(min(single, key=lambda each: each.num_tokens))
+            modes: Any = type(inputs.mode)
+            self.loop.prefill(inputs._replace(mode=modes.NONE))
 
     def _drafts_in_graph_of(self, descriptor: Descriptor) -> int:
         """Return the number of draft tokens for which a draft prefill graph is made."""
