@@ -23,6 +23,7 @@ from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_model.head import DraftHead
+from vllm_eagle_mrv2.draft_model.logits_processor import FewRows
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
@@ -382,9 +383,10 @@ class ReleaseAdapter:
 
     # Kernels that are compiled ahead
 
-    def few_rows(self, hidden_states: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> object:
-        """Fused head kernel for at most 32 rows, where no logits are stored."""
-        return few_rows_keys(hidden_states, weight, scale)
+    @property
+    def few_rows(self) -> FewRows:
+        """Fused head kernel for at most 32 rows, where no logits are stored; does not keep the engine alive."""
+        return few_rows_keys
 
     def drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
         """Return a call that launches drafting from a head [N, H] without stored logits, for compiling ahead."""

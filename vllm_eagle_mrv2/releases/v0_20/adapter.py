@@ -11,6 +11,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_model import compile_ahead
+from vllm_eagle_mrv2.draft_model.logits_processor import FewRows
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, Pass
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature
@@ -75,9 +76,11 @@ class Adapter(MonolithAdapter):
             best,
         )
 
-    def few_rows(self, hidden_states: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> object:
+    @property
+    def few_rows(self) -> FewRows:
         buffers = self.buffers
-        return few_rows_by_temperature(hidden_states, weight, buffers.idx_mapping, buffers.temperature, scale)
+        of_batch = {"idx_mapping": buffers.idx_mapping, "temperature": buffers.temperature}
+        return functools.partial(few_rows_by_temperature, **of_batch)
 
     def drafts_ahead(self, head: torch.Tensor, offsets: torch.Tensor | None) -> Callable[[], list[torch.Tensor]]:
         return functools.partial(compile_ahead.sampling, self.buffers, head, offsets)
