@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from unit.test_kernels import DEVICE, decoding, poisoned, target_batch
 
-from vllm_eagle_mrv2.batch.buffers import SlotTable
+from vllm_eagle_mrv2.batch.buffers import Lookup, SlotTable
 from vllm_eagle_mrv2.batch.queue import BatchQueue
 from vllm_eagle_mrv2.kernels import few_rows_product as of_few_rows
 from vllm_eagle_mrv2.kernels import fp8
@@ -28,6 +28,7 @@ from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
+from vllm_eagle_mrv2.kernels.lookup import look_up_drafts
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_target_noise
@@ -109,6 +110,10 @@ def call_every_kernel() -> None:
             buffers.query_start_loc.copy_(torch.arange(9))
             buffers.idx_mapping.zero_()
             blocks = torch.arange(8 * 256, dtype=torch.int32, device=DEVICE).view(8, 256)
+            texts = torch.ones(8, 3000, dtype=torch.int32, device=DEVICE)
+            lookup = Lookup.of(texts, torch.full((8,), 3000, dtype=torch.int32, device=DEVICE), 3)
+            look_up_drafts(buffers, lookup, 3)
+            update_after_step(buffers, drafted, feedback, 3, 3, 4096, lookup=lookup)
             for slot_table in (None, SlotTable(blocks, torch.zeros(8, dtype=torch.int64, device=DEVICE), 16)):
                 prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, slot_table)
                 buffers.draft_step.fill_(1)

@@ -28,12 +28,13 @@ from triton.runtime.jit import JITFunction
 from test_kernels import poisoned, target_batch
 from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.batch.queue import BatchQueue
-from vllm_eagle_mrv2.batch.buffers import SlotTable
+from vllm_eagle_mrv2.batch.buffers import Lookup, SlotTable
 from vllm_eagle_mrv2.draft_model.head import DraftHead
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_keys
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.launching import compiles_alone
+from vllm_eagle_mrv2.kernels.lookup import look_up_drafts
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
@@ -56,15 +57,16 @@ def run(self, *args, grid, warmup, num_warps=4, **kwargs):
     (compiled if warmup else launched).add(tuple(variant))
 
 JITFunction.run = run
-mapped, sampled = (bool(int(argument)) for argument in sys.argv[1:])
+mapped, sampled, looks_up = (bool(int(argument)) for argument in sys.argv[1:])
 cpu, dtype, width, tokens = torch.device("cpu"), torch.bfloat16, 256, 32_064
 buffers = poisoned(8, 64, hidden_size=width, hidden_dtype=dtype)
 head = torch.empty(tokens, width, dtype=dtype)
 offsets = torch.zeros(tokens, dtype=torch.int64) if mapped else None
 table = SlotTable(torch.zeros(8, 48, dtype=torch.int32), torch.zeros(8, dtype=torch.int64), 16)
 drafts = functools.partial(compile_ahead.sampling, buffers) if sampled else compile_ahead.argmax
+lookup = Lookup.of(torch.zeros(8, 4096, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), 3) if looks_up else None
 with compiles_alone():
-    compile_ahead.between_passes(buffers, functools.partial(drafts, head, offsets), 4096, 1)
+    compile_ahead.between_passes(buffers, functools.partial(drafts, head, offsets), 4096, 1, lookup)
     for rotates in (True, False):
         compile_ahead.attention(8, 2, 64, 16, dtype, cpu, writes=True, rotates=rotates, one_row=rotates)
 assert not launched, launched
@@ -86,7 +88,9 @@ for drafted in forms:
     feedback = torch.empty(64, width, dtype=dtype)
     for slots in (table, None):
         prepare_decode_inputs(buffers, drafted, feedback, len(drafted), 4096, slots, sample_offset=1)
-        update_after_step(buffers, drafted, feedback[: len(drafted)], len(drafted), 3, 4096, slots)
+        update_after_step(buffers, drafted, feedback[: len(drafted)], len(drafted), 3, 4096, slots, lookup)
+if lookup is not None:
+    look_up_drafts(buffers, lookup, 8)
 cache = torch.empty(7, 2, 16, 2, 64, dtype=dtype)
 query, lengths = torch.empty(5, 8, 64, dtype=dtype), torch.zeros(5, dtype=torch.int32)
 attend = SingleTokenAttention(8, 2, 64, cpu)
@@ -117,8 +121,9 @@ def run_script(script: str, *arguments: str, **environment: str) -> list[str]:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
 @pytest.mark.parametrize("mapped", [False, True], ids=["its own tokens", "mapped to the target's"])
-def test_what_is_launched_has_been_compiled(mapped: bool, sampled: bool) -> None:
-    assert run_script(SCRIPT, str(int(mapped)), str(int(sampled)))[-1] == "[]"
+@pytest.mark.parametrize("looks_up", [False, True], ids=["drafted", "looked up"])
+def test_what_is_launched_has_been_compiled(mapped: bool, sampled: bool, looks_up: bool) -> None:
+    assert run_script(SCRIPT, *(str(int(choice)) for choice in (mapped, sampled, looks_up)))[-1] == "[]"
 
 
 def test_one_thread_compiles_while_others_launch() -> None:

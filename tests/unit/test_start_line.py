@@ -37,6 +37,7 @@ FAST = Facts(
     draft_logits=None,
     draft_vocab=None,
     draft_weights=None,
+    texts=None,
     ours=frozenset(Behaviour),
     asked_mode=BOTH,
     target_mode=BOTH,

@@ -50,6 +50,29 @@ class SlotTable:
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """The texts of requests, prompt and output, and the drafts that are found in them."""
+
+    tokens: torch.Tensor  # [R, max_model_len] int32, by request state
+    lengths: torch.Tensor  # [R] int32, by request state: tokens of the text
+    found: torch.Tensor  # [R, K] int64, by batch row: the drafts, -1 where there are none
+    best: torch.Tensor  # [R] int64, zeros between launches
+    arrived: torch.Tensor  # [R] int32, zeros between launches
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, lengths: torch.Tensor, num_draft_tokens: int) -> Lookup:
+        """Make the buffers that belong to these texts."""
+        max_num_reqs, device = len(lengths), tokens.device
+        return cls(
+            tokens,
+            lengths,
+            found=torch.full((max_num_reqs, num_draft_tokens), -1, dtype=torch.int64, device=device),
+            best=torch.zeros(max_num_reqs, dtype=torch.int64, device=device),
+            arrived=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
 class TargetStates:
     """Hidden states of the target that the draft starts from."""
 

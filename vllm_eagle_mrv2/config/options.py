@@ -42,6 +42,10 @@ class Options(BaseModel):
         default="constant",
         description="draft num_speculative_tokens always, or choose up to so many at run time, none included",
     )
+    lookup_drafts: bool = Field(
+        default=False,
+        description="where a request's own text goes on with the first draft as it did before, draft what came next",
+    )
 
     @field_validator("disable")
     @classmethod
@@ -100,5 +104,6 @@ def _known() -> str:
     behaviours = ", ".join(behaviour.value for behaviour in Behaviour if behaviour in SWITCHES)
     return (
         f"disable (a list of: {behaviours}), draft_logits_dtype (float32 or head), "
-        'draft_vocab ({"size": NUMBER, "ranking": PATH}), draft_quantization (fp8) and draft_length (constant or auto)'
+        'draft_vocab ({"size": NUMBER, "ranking": PATH}), draft_quantization (fp8), draft_length (constant or auto) '
+        "and lookup_drafts (true or false)"
     )

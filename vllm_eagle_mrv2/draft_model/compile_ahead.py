@@ -15,12 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from vllm_eagle_mrv2.batch.buffers import DraftBuffers, SlotTable
+from vllm_eagle_mrv2.batch.buffers import DraftBuffers, Lookup, SlotTable
 from vllm_eagle_mrv2.batch.queue import BatchQueue
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import MAX_ROWS, few_rows_by_temperature, few_rows_keys, takes
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.launching import compiles_alone
+from vllm_eagle_mrv2.kernels.lookup import look_up_drafts
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.sample_with_logits import FEW_ROWS, sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
@@ -113,7 +114,11 @@ def attention(
 
 
 def between_passes(
-    buffers: DraftBuffers, drafts: Callable[[], list[torch.Tensor]], max_model_len: int, sample_offset: int
+    buffers: DraftBuffers,
+    drafts: Callable[[], list[torch.Tensor]],
+    max_model_len: int,
+    sample_offset: int,
+    lookup: Lookup | None = None,
 ) -> None:
     """Launch the kernels between the model passes of a draft with one KV cache group and no stored logits.
 
@@ -122,6 +127,7 @@ def between_passes(
         drafts: launches the kernels that draft from hidden states; returns drafts in each form of `how_drafted`.
         max_model_len: as for `prepare_decode_inputs`.
         sample_offset: as for `prepare_decode_inputs`.
+        lookup: as for `update_after_step`.
     """
     integers = torch.empty(1, 1, dtype=torch.int64, device=_META)
     slot_table = SlotTable(integers.to(torch.int32), integers[0], 16)
@@ -131,7 +137,9 @@ def between_passes(
         rows = len(drafted)
         for table in (None, slot_table):  # a dummy run has no slot table
             prepare_decode_inputs(buffers, drafted, feedback, rows, max_model_len, table, sample_offset=sample_offset)
-            update_after_step(buffers, drafted, feedback, rows, 2, max_model_len, table)
+            update_after_step(buffers, drafted, feedback, rows, 2, max_model_len, table, lookup)
+    if lookup is not None:
+        look_up_drafts(buffers, lookup, 1)
 
 
 def argmax(head: torch.Tensor, offsets: torch.Tensor | None) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_eagle_mrv2.batch.buffers import Lookup
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import METHOD, Family, Settings, settings_of
 from vllm_eagle_mrv2.draft_model import attention, compile_ahead, linear
@@ -100,6 +101,8 @@ class Drafter:
         self.options = settings.options
         if not linear.named_in_caches(stock.vllm_config):
             self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # reported by a warning
+        if self.options.lookup_drafts:
+            self._check_lookup()
         self.adapter = adapter_class(stock, self.options, asked)
         self.loop = loop_class(self.options)(
             self.adapter,
@@ -128,6 +131,27 @@ class Drafter:
         parallel = self.stock.vllm_config.parallel_config
         prefill_ranks = getattr(parallel, "prefill_context_parallel_size", 1)
         return bool(parallel.rank % (parallel.tensor_parallel_size * prefill_ranks) == 0)
+
+    def _check_lookup(self) -> None:
+        if self.stock.num_speculative_steps == 1:
+            raise EagleMRV2Error(
+                "lookup_drafts finds what follows the first draft, and num_speculative_tokens=1 asks for no more; "
+                "ask for more, or leave lookup_drafts out."
+            )
+        if self.stock.draft_logits is not None:
+            raise EagleMRV2Error(
+                "lookup_drafts needs greedy drafts, and this engine draws them at random (probabilistic); leave one of "
+                "them out."
+            )
+
+    def look_up_in(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Look drafts up in the requests' texts.
+
+        Args:
+            tokens: [R, max_model_len] int32, by request state; in the device's memory.
+            lengths: [R] int32, by request state: tokens of each text.
+        """
+        self.loop.lookup = Lookup.of(tokens, lengths, self.stock.num_speculative_steps)
 
     @contextmanager
     def loading(self, target_model: Any) -> Iterator[None]:
@@ -183,8 +207,8 @@ class Drafter:
         if self._drafts_greedily and head is not None and self.settings.kept_tokens is None:
             rows = torch.empty(head.shape, dtype=loop.buffers.hidden_states.dtype, device="meta")
             drafts = self.adapter.drafts_ahead(rows, DraftHead(model).offsets)
-            limits = (loop.config.max_model_len, loop.config.sample_offset)
-            launches = functools.partial(compile_ahead.between_passes, loop.buffers, drafts, *limits)
+            how = (loop.config.max_model_len, loop.config.sample_offset, loop.lookup)
+            launches = functools.partial(compile_ahead.between_passes, loop.buffers, drafts, *how)
             compile_ahead.submit(self.stock.device, launches)
 
     def _head(self) -> DraftHead | None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
+from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, Lookup, SlotTable, TargetStates
 from vllm_eagle_mrv2.batch.queue import BatchQueue
 from vllm_eagle_mrv2.draft_model.rows_read import RowsRead
 from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphManager, GraphMode
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
+from vllm_eagle_mrv2.kernels.lookup import look_up_drafts
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 from vllm_eagle_mrv2.telemetry import counters
@@ -104,6 +105,8 @@ class DraftLoop:
         """Tells the draft's layers which rows of a draft prefill are read."""
         self.weights_after_attention = 0
         """Number of the draft's weights that need to multiply only these rows."""
+        self.lookup: Lookup | None = None
+        """The requests' texts, if drafts are looked up in them."""
         self.slot_table: SlotTable | None = None
         """Where the slots of draft decodes are written, if they can be looked up one step ahead."""
         self.phase_run: Callable[[DraftBatch], GraphRun | None] | None = None
@@ -209,6 +212,8 @@ class DraftLoop:
             slot_table,
             sample_offset=config.sample_offset,
         )
+        if self.lookup is not None:
+            look_up_drafts(buffers, self.lookup, num_reqs)
 
     def _reading(self, inputs: ForwardInputs, *, drafts: bool) -> AbstractContextManager[None]:
         """Context of a draft prefill, after which at most the hidden state of each request's last token is read."""
@@ -328,6 +333,7 @@ class DraftLoop:
             num_draft_tokens,
             self.config.max_model_len,
             slot_table,
+            self.lookup,
         )
 
     def reset_for_capture(self, step: int) -> None:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_eagle_mrv2.batch.buffers import DraftBuffers, SlotTable
+from vllm_eagle_mrv2.batch.buffers import DraftBuffers, Lookup, SlotTable
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_arguments, slot_of
@@ -15,7 +15,7 @@ _MAX_BLOCK = 4096
 
 
 # K varies where it is dynamic: specialized variants would be compiled during serving.
-@triton.jit(do_not_specialize=["num_draft_tokens", "max_model_len", "blocks_stride", "block_size"])
+@triton.jit(do_not_specialize=["num_draft_tokens", "max_model_len", "found_stride", "blocks_stride", "block_size"])
 def _step_update_kernel(
     drafted_ptr,
     feedback_ptr,
@@ -34,10 +34,13 @@ def _step_update_kernel(
     hidden_size,
     num_draft_tokens,
     max_model_len,
+    found_ptr,
+    found_stride,
     blocks_ptr,
     blocks_stride,
     slots_ptr,
     block_size,
+    LOOKS_UP: tl.constexpr,
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -57,6 +60,9 @@ def _step_update_kernel(
     column = tl.arange(0, BLOCK)
     values = tl.load(feedback_ptr + row * feedback_stride + column, mask=column < hidden_size)
     token = drafted_token(drafted_ptr, row, KEYS, LANES, PAIRS)
+    if LOOKS_UP:
+        found = tl.load(found_ptr + row * found_stride + step, mask=step < num_draft_tokens, other=-1)
+        token = tl.where(found >= 0, found, token)
 
     # Nothing follows the last step.
     follows = step < num_draft_tokens - 1
@@ -90,6 +96,7 @@ def update_after_step(
     num_draft_tokens: int,
     max_model_len: int,
     slot_table: SlotTable | None = None,
+    lookup: Lookup | None = None,
 ) -> None:
     """Record the tokens of draft step ``draft_step``, prepare the inputs of the next step, and advance the step.
 
@@ -104,6 +111,7 @@ def update_after_step(
         max_model_len: positions and lengths are clamped to it.
         slot_table: if given, the slots of the next step's keys and values are written too, for rows that have a token
             of a request.
+        lookup: if given, the drafts found in it replace the others.
     """
     hidden_size = feedback.shape[1]
     launch(_step_update_kernel, (num_reqs,))(
@@ -124,7 +132,10 @@ def update_after_step(
         hidden_size,
         num_draft_tokens,
         max_model_len,
+        None if lookup is None else lookup.found,
+        0 if lookup is None else lookup.found.stride(0),
         **slot_arguments(slot_table),
+        LOOKS_UP=lookup is not None,
         **how_drafted(drafted),
         BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(hidden_size)),
     )
@@ -138,6 +149,7 @@ def update_after_step_reference(
     num_draft_tokens: int,
     max_model_len: int,
     slot_table: SlotTable | None = None,
+    lookup: Lookup | None = None,
 ) -> None:
     """`update_after_step` in plain torch; all rows are at the same step."""
     step = int(buffers.draft_step[0])
@@ -145,6 +157,9 @@ def update_after_step_reference(
     if step >= num_draft_tokens:
         return
     tokens = best_tokens(drafted)
+    if lookup is not None:
+        found = lookup.found[:num_reqs, step]
+        tokens = torch.where(found >= 0, found, tokens)
     buffers.draft_tokens[:num_reqs, step] = tokens
     if step == num_draft_tokens - 1:
         return

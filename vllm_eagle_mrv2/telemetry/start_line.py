@@ -34,6 +34,7 @@ class Facts:
     draft_logits: str | None  # dtype and size of the stored draft logits
     draft_vocab: str | None  # "kept of all" tokens of a trimmed head
     draft_weights: str | None  # of FP8, and what they take
+    texts: str | None  # what the texts take in which drafts are looked up
     ours: frozenset[Behaviour]
     """Behaviours that this package supplies on this release and that are switched on, whether or not they run."""
 
@@ -90,6 +91,7 @@ class Facts:
             draft_logits=None if logits is None else _size(logits),
             draft_vocab=None if trimmed is None else f"{trimmed.size} of {trimmed.vocab_size}",
             draft_weights=_rounded(drafter),
+            texts=None if drafter.loop.lookup is None else _mebibytes(drafter.loop.lookup.tokens),
             ours=frozenset(
                 b for b in Behaviour if adapter.release.supplier(b, version) == METHOD and options.enabled(b)
             ),
@@ -170,6 +172,8 @@ class Facts:
             parts.append(f"draft vocabulary {self.draft_vocab}")
         if self.draft_weights is not None:
             parts.append(f"draft weights {self.draft_weights}")
+        if self.texts is not None:
+            parts.append(f"texts {self.texts}")
         parts.append(f"active beyond this release: {', '.join(self.active) or 'nothing'}")
         if self.settings.options.disable:
             parts.append(f"disabled: {', '.join(sorted(self.settings.options.disable))}")
@@ -290,5 +294,8 @@ def _rounded(drafter: Drafter) -> str | None:
 
 
 def _size(logits: Any) -> str:
-    size = logits.numel() * logits.element_size() / 2**20
-    return f"{str(logits.dtype).removeprefix('torch.')}, {size:.1f} MiB"
+    return f"{str(logits.dtype).removeprefix('torch.')}, {_mebibytes(logits)}"
+
+
+def _mebibytes(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel() * tensor.element_size() / 2**20:.1f} MiB"

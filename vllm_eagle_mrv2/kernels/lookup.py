@@ -1,0 +1,141 @@
+"""Drafts that continue an earlier place of a request's own text, in one launch that a graph can contain."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_eagle_mrv2.batch.buffers import DraftBuffers, Lookup
+from vllm_eagle_mrv2.kernels.launching import launch
+
+LEAST_MATCH = 4
+"""Tokens that must come before the first draft at the earlier place as they do now."""
+MOST_MATCH = 16
+"""Matches are compared up to this length; of two equally long ones the later counts."""
+_SPLITS = 8
+_BLOCK = 1024
+
+
+# Batch sizes vary: specialized variants would be compiled during serving.
+@triton.jit(do_not_specialize=["num_columns", "tokens_stride", "max_len"])
+def _lookup_kernel(
+    tokens_ptr,
+    tokens_stride,
+    lengths_ptr,
+    idx_mapping_ptr,
+    live_reqs_ptr,
+    draft_tokens_ptr,
+    draft_tokens_stride,
+    best_ptr,
+    arrived_ptr,
+    found_ptr,
+    found_stride,
+    num_columns,
+    max_len,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, COLUMNS)
+    out = found_ptr + row * found_stride + column
+    request = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    if (row >= tl.load(live_reqs_ptr)) | (request < 0):
+        if split == 0:
+            tl.store(out, tl.full([COLUMNS], -1, tl.int64), mask=column < num_columns)
+        return
+    length = tl.minimum(tl.load(lengths_ptr + request), max_len)
+    text = tokens_ptr + request * tokens_stride
+    first = tl.load(draft_tokens_ptr + row * draft_tokens_stride)
+
+    # A key has the length of the match in its upper half, and in its lower one the place of the first draft's like.
+    best = tl.zeros([], tl.int64)
+    share = tl.cdiv(length, SPLITS * BLOCK) * BLOCK
+    for start in range(split * share, tl.minimum((split + 1) * share, length), BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = (place >= LEAST) & (place < length)
+        same = inside & (tl.load(text + place, mask=inside, other=-1) == first)
+        if tl.max(same.to(tl.int32)) > 0:
+            matched = tl.zeros([BLOCK], tl.int64)
+            for back in tl.static_range(1, MOST + 1):
+                same = same & (place >= back)
+                now = tl.load(text + length - back, mask=length >= back, other=-1)
+                same = same & (tl.load(text + place - back, mask=same, other=-2) == now)
+                matched += same.to(tl.int64)
+            keys = tl.where(matched >= LEAST, (matched << 32) | place, 0)
+            best = tl.maximum(best, tl.max(keys))
+    if best > 0:
+        tl.atomic_max(best_ptr + row, best)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") != SPLITS - 1:
+        return
+    best = tl.load(best_ptr + row, cache_modifier=".cg")
+    place = best & 0xFFFFFFFF
+    # Where the earlier place reaches the end of the text, it goes on with the drafts: the text repeats itself.
+    period = tl.maximum(length - place, 1)
+    drafts = tl.load(text + place + column % period, mask=(best > 0) & (column < num_columns), other=-1)
+    tl.store(out, drafts.to(tl.int64), mask=column < num_columns)
+    tl.store(best_ptr + row, best * 0)
+    tl.store(arrived_ptr + row, 0)
+
+
+def look_up_drafts(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> None:
+    """Find drafts that continue the earlier place of a request's text that is most like its end.
+
+    An earlier place counts where at least `LEAST_MATCH` tokens before it are those at the end of the text and the token
+    there is the first draft.  The longest match counts, up to `MOST_MATCH` tokens, and of several the latest.  Written
+    is ``lookup.found``: the first draft and the tokens that followed it there, or -1.
+
+    Args:
+        buffers: the draft's buffers with the first draft tokens; read only.
+        lookup: the requests' texts; ``found`` is written.
+        num_rows: number of rows to look up; in a graph, including padded rows, which find nothing.
+    """
+    num_columns = lookup.found.shape[1]
+    launch(_lookup_kernel, (num_rows, _SPLITS))(
+        lookup.tokens,
+        lookup.tokens.stride(0),
+        lookup.lengths,
+        buffers.idx_mapping,
+        buffers.live_reqs,
+        buffers.draft_tokens,
+        buffers.draft_tokens.stride(0),
+        lookup.best,
+        lookup.arrived,
+        lookup.found,
+        lookup.found.stride(0),
+        num_columns,
+        lookup.tokens.shape[1],
+        LEAST=LEAST_MATCH,
+        MOST=MOST_MATCH,
+        SPLITS=_SPLITS,
+        COLUMNS=triton.next_power_of_2(num_columns),
+        BLOCK=_BLOCK,
+    )
+
+
+def look_up_drafts_reference(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> None:
+    """`look_up_drafts` in plain Python."""
+    num_columns = lookup.found.shape[1]
+    lookup.found[:num_rows] = -1
+    for row in range(min(num_rows, int(buffers.live_reqs))):
+        request = int(buffers.idx_mapping[row])
+        if request < 0:
+            continue
+        text = lookup.tokens[request, : int(lookup.lengths[request])].tolist()
+        first = int(buffers.draft_tokens[row, 0])
+        matches = []
+        for place in range(LEAST_MATCH, len(text)):
+            matched = 0
+            while matched < min(place, MOST_MATCH) and text[place - 1 - matched] == text[-1 - matched]:
+                matched += 1
+            if text[place] == first and matched >= LEAST_MATCH:
+                matches.append((matched, place))
+        if matches:
+            _, place = max(matches)
+            for column in range(num_columns):
+                text.append(text[place + column])
+            lookup.found[row] = torch.tensor(text[-num_columns:])
