@@ -10,6 +10,7 @@ import inspect
 import itertools
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_keys, few_rows_product
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
-from vllm_eagle_mrv2.kernels.lookup import look_up_drafts
+from vllm_eagle_mrv2.kernels.lookup import look_up_drafts, store_found_logits
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_target_noise
@@ -113,6 +114,8 @@ def call_every_kernel() -> None:
             texts = torch.ones(8, 3000, dtype=torch.int32, device=DEVICE)
             lookup = Lookup.of(texts, torch.full((8,), 3000, dtype=torch.int32, device=DEVICE), 3)
             look_up_drafts(buffers, lookup, 3)
+            found = replace(lookup, draft_logits=torch.zeros(8, 3, 5000, dtype=dtype, device=DEVICE))
+            store_found_logits(buffers, found, 3)
             update_after_step(buffers, drafted, feedback, 3, 3, 4096, lookup=lookup)
             for slot_table in (None, SlotTable(blocks, torch.zeros(8, dtype=torch.int64, device=DEVICE), 16)):
                 prepare_decode_inputs(buffers, drafted, feedback, 3, 4096, slot_table)

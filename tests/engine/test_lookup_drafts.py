@@ -6,9 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from support import chosen_draft_lengths, engine, greedy, held_out_prompts, random_draft_lengths, speculator_of
 
+from vllm_eagle_mrv2.drafting import loop
 from vllm_eagle_mrv2.kernels import lookup
+
+from .test_behaviours import deviation, sampled_and_ranks, uniform_p_value
 
 K = 5
 TOKENS = 90
@@ -19,17 +23,18 @@ PROMPTS = held_out_prompts(5)
 def recorded_lookups(llm: Any) -> list[tuple[list[int], list[int]]]:
     """The text and the drafts of each request and batch from now on; filled as they come."""
     seen: list[tuple[list[int], list[int]]] = []
-    loop = speculator_of(llm).drafter.loop
-    propose = loop.propose
+    drafts_by = speculator_of(llm).drafter.loop
+    propose = drafts_by.propose
 
     def proposing(batch: Any) -> Any:
         drafts = propose(batch)
         for row, request in enumerate(batch.idx_mapping.tolist()):
-            text = loop.lookup.tokens[request, : int(loop.lookup.lengths[request])]
+            texts = drafts_by.lookup
+            text = texts.tokens[request, : int(texts.lengths[request])]
             seen.append((text.tolist(), drafts[row, : batch.num_draft_tokens].tolist()))
         return drafts
 
-    loop.propose = proposing
+    drafts_by.propose = proposing
     return seen
 
 
@@ -91,11 +96,21 @@ def test_with_a_chosen_number(plain: list[list[int]]) -> None:
         check(llm, plain)
 
 
-@pytest.mark.parametrize(
-    ("k", "speculative", "cause"),
-    [(1, {}, "num_speculative_tokens=1"), (K, {"draft_sample_method": "probabilistic"}, "needs greedy drafts")],
-    ids=["one draft", "random drafts"],
-)
-def test_what_cannot_be_looked_up_is_refused(k: int, speculative: dict[str, Any], cause: str) -> None:
-    with pytest.raises(Exception, match=cause), engine("eagle_mrv2", k=k, options=ON, speculative=speculative):
+def test_sampled_output_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts are drawn at random, and what was found is any token of the text."""
+    draw = torch.Generator().manual_seed(0)
+
+    def find(buffers: Any, texts: Any, num_rows: int) -> None:
+        for row, request in enumerate(buffers.idx_mapping[:num_rows].tolist()):
+            places = torch.randint(int(texts.lengths[request]), texts.found.shape[1:], generator=draw)
+            texts.found[row] = texts.tokens[request, places]
+
+    monkeypatch.setattr(loop, "look_up_drafts", find)
+    places = sampled_and_ranks(ON, prompts=32)
+    assert uniform_p_value(places) > 1e-3
+    assert abs(deviation(places)) < 3.3  # one in a thousand
+
+
+def test_a_single_draft_has_nothing_to_follow_it() -> None:
+    with pytest.raises(Exception, match="num_speculative_tokens=1"), engine("eagle_mrv2", k=1, options=ON):
         pass

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from vllm_eagle_mrv2.batch.buffers import DraftBuffers, Lookup
-from vllm_eagle_mrv2.kernels.lookup import MOST_MATCH, look_up_drafts, look_up_drafts_reference
+from vllm_eagle_mrv2.kernels.lookup import (
+    MOST_MATCH,
+    look_up_drafts,
+    look_up_drafts_reference,
+    store_found_logits,
+    store_found_logits_reference,
+)
 from vllm_eagle_mrv2.kernels.step_update import update_after_step, update_after_step_reference
 
 from .test_kernels import DEVICE, MAX_LEN, assert_same, clone, decoding, ints, poisoned, pytestmark  # noqa: F401
@@ -150,3 +156,26 @@ def test_what_is_found_replaces_drafts(step: int) -> None:
         assert actual.input_ids[1] == 51 + step
         without.input_ids[1] = 51 + step
     assert_same(actual, without)  # nothing else differs
+
+
+@pytest.mark.parametrize("step", [1, 3, 4], ids="step {}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [60, 4096, 5000])
+def test_what_is_found_is_certain(step: int, dtype: torch.dtype, vocab_size: int) -> None:
+    """Of four requests, one found nothing, one is padding, and the batch has another order than the states."""
+    buffers, lookup = batch_of([[1]] * 4, [1] * 4)
+    buffers.idx_mapping[2] = -1
+    buffers.draft_step.fill_(step)
+    lookup.found[:4] = torch.tensor([[7] * 4, [NONE] * 4, [7] * 4, [10, 20, 30, vocab_size - 1]])
+    expected = torch.randn(6, 4, vocab_size, device=DEVICE).to(dtype)
+    lookup = replace(lookup, draft_logits=expected.clone())
+    store_found_logits(buffers, lookup, 4)
+    assert lookup.draft_logits is not None
+    if step < 4:
+        for request, token in ((5, 7), (2, lookup.found[3, step])):
+            expected[request, step] = float("-inf")
+            expected[request, step, token] = 0
+    torch.testing.assert_close(lookup.draft_logits, expected, rtol=0, atol=0)
+    reference = replace(lookup, draft_logits=expected.clone())
+    store_found_logits_reference(buffers, reference, 4)
+    torch.testing.assert_close(reference.draft_logits, expected, rtol=0, atol=0)

@@ -58,9 +58,16 @@ class Lookup:
     found: torch.Tensor  # [R, K] int64, by batch row: the drafts, -1 where there are none
     best: torch.Tensor  # [R] int64, zeros between launches
     arrived: torch.Tensor  # [R] int32, zeros between launches
+    draft_logits: torch.Tensor | None = None  # [R, K, V] by request state, where the rejection sampler reads them
 
     @classmethod
-    def of(cls, tokens: torch.Tensor, lengths: torch.Tensor, num_draft_tokens: int) -> Lookup:
+    def of(
+        cls,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        num_draft_tokens: int,
+        draft_logits: torch.Tensor | None = None,
+    ) -> Lookup:
         """Make the buffers that belong to these texts."""
         max_num_reqs, device = len(lengths), tokens.device
         return cls(
@@ -69,6 +76,7 @@ class Lookup:
             found=torch.full((max_num_reqs, num_draft_tokens), -1, dtype=torch.int64, device=device),
             best=torch.zeros(max_num_reqs, dtype=torch.int64, device=device),
             arrived=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
+            draft_logits=draft_logits,
         )
 
 

@@ -101,8 +101,11 @@ class Drafter:
         self.options = settings.options
         if not linear.named_in_caches(stock.vllm_config):
             self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # reported by a warning
-        if self.options.lookup_drafts:
-            self._check_lookup()
+        if self.options.lookup_drafts and stock.num_speculative_steps == 1:
+            raise EagleMRV2Error(
+                "lookup_drafts finds what follows the first draft, and num_speculative_tokens=1 asks for no more; ask "
+                "for more, or leave lookup_drafts out."
+            )
         self.adapter = adapter_class(stock, self.options, asked)
         self.loop = loop_class(self.options)(
             self.adapter,
@@ -132,18 +135,6 @@ class Drafter:
         prefill_ranks = getattr(parallel, "prefill_context_parallel_size", 1)
         return bool(parallel.rank % (parallel.tensor_parallel_size * prefill_ranks) == 0)
 
-    def _check_lookup(self) -> None:
-        if self.stock.num_speculative_steps == 1:
-            raise EagleMRV2Error(
-                "lookup_drafts finds what follows the first draft, and num_speculative_tokens=1 asks for no more; "
-                "ask for more, or leave lookup_drafts out."
-            )
-        if self.stock.draft_logits is not None:
-            raise EagleMRV2Error(
-                "lookup_drafts needs greedy drafts, and this engine draws them at random (probabilistic); leave one of "
-                "them out."
-            )
-
     def look_up_in(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
         """Look drafts up in the requests' texts.
 
@@ -151,7 +142,7 @@ class Drafter:
             tokens: [R, max_model_len] int32, by request state; in the device's memory.
             lengths: [R] int32, by request state: tokens of each text.
         """
-        self.loop.lookup = Lookup.of(tokens, lengths, self.stock.num_speculative_steps)
+        self.loop.lookup = Lookup.of(tokens, lengths, self.stock.num_speculative_steps, self.stock.draft_logits)
 
     @contextmanager
     def loading(self, target_model: Any) -> Iterator[None]:

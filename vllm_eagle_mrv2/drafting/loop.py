@@ -18,7 +18,7 @@ from vllm_eagle_mrv2.batch.queue import BatchQueue
 from vllm_eagle_mrv2.draft_model.rows_read import RowsRead
 from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphManager, GraphMode
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
-from vllm_eagle_mrv2.kernels.lookup import look_up_drafts
+from vllm_eagle_mrv2.kernels.lookup import look_up_drafts, store_found_logits
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs
 from vllm_eagle_mrv2.kernels.step_update import update_after_step
 from vllm_eagle_mrv2.telemetry import counters
@@ -325,9 +325,12 @@ class DraftLoop:
         num_reqs = inputs.num_reqs
         self.adapter.before_forward(num_reqs)
         for_head, for_next_step = self.adapter.run_draft_model(inputs)
+        drafted = self.sample(for_head[:num_reqs])
+        if self.lookup is not None and self.lookup.draft_logits is not None:
+            store_found_logits(self.buffers, self.lookup, num_reqs)
         update_after_step(
             self.buffers,
-            self.sample(for_head[:num_reqs]),
+            drafted,
             for_next_step,
             num_reqs,
             num_draft_tokens,

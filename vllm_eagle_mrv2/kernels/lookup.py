@@ -1,4 +1,4 @@
-"""Drafts that continue an earlier place of a request's own text, in one launch that a graph can contain."""
+"""Drafts that continue an earlier place of a request's own text, found in one launch that a graph can contain."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ MOST_MATCH = 16
 """Matches are compared up to this length; of two equally long ones the later counts."""
 _SPLITS = 8
 _BLOCK = 1024
+_LOGITS_BLOCK = 4096
 
 
 # Batch sizes vary: specialized variants would be compiled during serving.
@@ -115,6 +116,67 @@ def look_up_drafts(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> None
         COLUMNS=triton.next_power_of_2(num_columns),
         BLOCK=_BLOCK,
     )
+
+
+@triton.jit(do_not_specialize=["found_stride", "vocab_size"])
+def _found_logits_kernel(
+    found_ptr,
+    found_stride,
+    draft_step_ptr,
+    idx_mapping_ptr,
+    logits_ptr,
+    logits_stride,
+    step_stride,
+    vocab_size,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    step = tl.load(draft_step_ptr + row)
+    found = tl.load(found_ptr + row * found_stride + step, mask=step < COLUMNS, other=-1)
+    if (request < 0) | (found < 0):
+        return
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.where(token == found, 0.0, float("-inf"))
+    tl.store(logits_ptr + request * logits_stride + step * step_stride + token, logits, mask=token < vocab_size)
+
+
+def store_found_logits(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> None:
+    """Make the stored logits of this draft step those of a draft that was found: no other token had a chance.
+
+    The rejection sampler then accepts it with the target's own probability, and the output stays exact.
+
+    Args:
+        buffers: the draft's buffers; read only.
+        lookup: with ``draft_logits``, of which the rows of found drafts are written.
+        num_rows: number of rows.
+    """
+    logits = lookup.draft_logits
+    assert logits is not None
+    vocab_size = logits.shape[2]
+    launch(_found_logits_kernel, (num_rows, triton.cdiv(vocab_size, _LOGITS_BLOCK)))(
+        lookup.found,
+        lookup.found.stride(0),
+        buffers.draft_step,
+        buffers.idx_mapping,
+        logits,
+        *logits.stride()[:2],
+        vocab_size,
+        COLUMNS=lookup.found.shape[1],
+        BLOCK=_LOGITS_BLOCK,
+    )
+
+
+def store_found_logits_reference(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> None:
+    """`store_found_logits` in plain torch."""
+    logits = lookup.draft_logits
+    assert logits is not None
+    for row in range(num_rows):
+        request, step = int(buffers.idx_mapping[row]), int(buffers.draft_step[row])
+        if request >= 0 and step < lookup.found.shape[1] and (token := int(lookup.found[row, step])) >= 0:
+            logits[request, step] = float("-inf")
+            logits[request, step, token] = 0.0
 
 
 def look_up_drafts_reference(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> None:
