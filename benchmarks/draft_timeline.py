@@ -48,7 +48,7 @@ from ab_time import arrive, turn
 from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.engine_process import environment
-from vllm_eagle_mrv2.cli.load.command import ACCEPTANCE
+from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.traffic import random_prompts
 from vllm_eagle_mrv2.config.method import METHOD
 

@@ -25,7 +25,8 @@ from ab_time import arrive, turn
 from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.command import ACCEPTANCE, WORKER
+from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
+from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 

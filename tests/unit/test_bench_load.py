@@ -23,7 +23,8 @@ from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
 from vllm_eagle_mrv2.cli.bench.types import Started
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.command import ACCEPTANCE, WORKER
+from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
+from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.report import LoadReport, draw, print_report, to_json
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request, Spread
@@ -371,19 +372,19 @@ def test_filling_and_emptying_the_engine_counts_for_nothing() -> None:
         Served(13.0, [(13.25, 1), (15.0, 1)]),
         Served(14.0, [(15.0, 1), (27.0, 3)]),
     ]
-    found = read_round(served, in_flight=2, accepted_length=2.0)
+    found = read_round(served, in_flight=2, accepted_length=2.0, drafted_length=3.0)
     assert (found.seconds, found.num_tokens, found.tokens_per_second) == (4.0, 3 + 6 + 1, 2.5)
     assert (found.ttft_p50_ms, found.ttft_p99_ms) == (500, 1000)
     assert found.tpot_p50_ms == pytest.approx(700)  # 5 tokens in 3.5 s; the other that ended took longer
     assert found.gap_p99_ms == 2000
-    assert found.accepted_length == 2
+    assert (found.accepted_length, found.drafted_length) == (2, 3)
 
 
 def test_a_steady_time_in_which_nothing_ends() -> None:
     served = [Served(0.0, [(9.0, 1), (10.0, 1)]), Served(1.0, [(2.0, 1), (9.0, 1)]), Served(3.0, [(9.0, 1)])]
-    found = read_round(served, in_flight=1, accepted_length=1.0)
+    found = read_round(served, in_flight=1, accepted_length=1.0, drafted_length=0.0)
     assert (found.num_tokens, found.tpot_p50_ms, found.gap_p99_ms) == (1, 0, 0)
-    assert read_round(served[:2], in_flight=1, accepted_length=1.0).tokens_per_second == 0
+    assert read_round(served[:2], in_flight=1, accepted_length=1.0, drafted_length=0.0).tokens_per_second == 0
 
 
 def test_the_gain_is_the_median_over_neighbours() -> None:

@@ -18,14 +18,16 @@ from scripts import BENCHMARKS, script
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRound, LoadRow
 
 
-def machine_with(tmp_path: Path, python: str, *jobs: str, **environment: str) -> subprocess.Popen[str]:
+def machine_with(
+    tmp_path: Path, python: str, *jobs: str, what: str = "times", **environment: str
+) -> subprocess.Popen[str]:
     """benchmarks/gpu_matrix.sh at the times of jobs, on 0.26.0 alone and with a shell script for Python."""
     (tmp_path / "site-0.26.0").mkdir()
     interpreter = tmp_path / "python"
     interpreter.write_text(f"#!/bin/sh\n{python}\n")
     interpreter.chmod(0o755)
     return subprocess.Popen(
-        ["bash", str(BENCHMARKS / "gpu_matrix.sh"), str(tmp_path), str(tmp_path / "out"), "times", *jobs],
+        ["bash", str(BENCHMARKS / "gpu_matrix.sh"), str(tmp_path), str(tmp_path / "out"), what, *jobs],
         env=os.environ | {"PYTHON": str(interpreter)} | environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -63,6 +65,21 @@ def test_a_job_of_many_words(tmp_path: Path) -> None:
     jobs = [f"0.26.0 {'--setting ' * 40}{last}" for last in ("one", "two")]
     assert machine_with(tmp_path, "echo measured", *jobs).wait(60) == 0
     assert (tmp_path / "out" / "times.jsonl").read_text() == "measured\nmeasured\n"
+
+
+def test_shares_of_accepted_drafts_by_name(tmp_path: Path) -> None:
+    python = (
+        'case "$*" in *pip*) exit ;; *json.tool*) exec cat ;; esac\n'
+        'shift; echo "$*"; case "$*" in *.08*) exit 1 ;; esac'
+    )
+    jobs = ["0.26.0 --acceptance high --concurrency 1 16", "0.26.0 -k 3 --acceptance middle", "0.26.0 --acceptance low"]
+    run = machine_with(tmp_path, python, *jobs, what="lengths")
+    assert run.wait(60) == 1  # one of them failed
+    assert sorted((tmp_path / "out" / "lengths.jsonl").read_text().splitlines()) == [
+        "tune --verbose --acceptance .45 .20 .08 .03 .01 --json -",
+        "tune --verbose --acceptance .85 .75 .65 .55 .45 --concurrency 1 16 --json -",
+        "tune --verbose -k 3 --acceptance .70 .50 .35 .25 .17 --json -",
+    ]
 
 
 def test_compiled_code_can_be_kept_for_the_next_call(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from vllm_eagle_mrv2.cli.doctor.command import doctor as doctor_command
 from vllm_eagle_mrv2.cli.list_options import ListOptionsCommand
 from vllm_eagle_mrv2.cli.load.command import bench_load
 from vllm_eagle_mrv2.cli.rank_vocab import rank_vocab
+from vllm_eagle_mrv2.cli.tune.command import tune
 
 app = typer.Typer(
     help="EAGLE drafting for vLLM's Model Runner V2.",
@@ -24,6 +25,7 @@ app.command()(demo_command)
 app.command()(doctor_command)
 app.command(cls=ListOptionsCommand)(bench_command)
 app.command(cls=ListOptionsCommand)(bench_load)
+app.command(cls=ListOptionsCommand)(tune)
 app.command()(rank_vocab)
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
 from rich.console import Console
 
 
@@ -16,3 +21,15 @@ class CommandError(Exception):
 def print_error(console: Console, error: object) -> None:
     """Print an error as one line, without wrapping."""
     console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def reported(console: Console, as_json: bool) -> Iterator[None]:
+    """Print the `CommandError` that ends a command, as JSON on stdout too if asked for, and exit with its code."""
+    try:
+        yield
+    except CommandError as error:
+        if as_json:
+            typer.echo(json.dumps({"error": str(error)}))
+        print_error(console, error)
+        raise typer.Exit(error.exit_code) from None

@@ -14,7 +14,11 @@ def lengths_to_choose_from(vllm_config: Any) -> tuple[int, ...]:
     """Return the numbers of draft tokens to choose from, ascending; none if the number is not chosen at run time."""
     if not asks_for_choice(vllm_config) or why_not_chosen(vllm_config) is not None:
         return ()
-    most = vllm_config.speculative_config.num_speculative_tokens
+    return lengths_up_to(vllm_config.speculative_config.num_speculative_tokens)
+
+
+def lengths_up_to(most: int) -> tuple[int, ...]:
+    """Return the numbers of draft tokens that an engine with a maximum chooses from, ascending."""
     return (*(length for length in LENGTHS if length < most), most)
 
 

@@ -10,7 +10,6 @@ be started as asked.
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from collections.abc import Iterator
 from enum import Enum
@@ -22,11 +21,11 @@ from rich.console import Console
 
 from vllm_eagle_mrv2.cli.bench import arguments
 from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, Engines
-from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, print_report, to_json, write
+from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, end, print_report, to_json, write
 from vllm_eagle_mrv2.cli.bench.shapes import token_prompts
 from vllm_eagle_mrv2.cli.bench.types import Row
 from vllm_eagle_mrv2.cli.demo.pair import require_vllm
-from vllm_eagle_mrv2.cli.errors import CommandError, print_error
+from vllm_eagle_mrv2.cli.errors import CommandError, reported
 from vllm_eagle_mrv2.cli.progress import Track, progress
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 
@@ -78,7 +77,7 @@ def bench(
     Two live engines take turns; the ratio of their times is refused unless they did the same work.
     """
     errors = Console(stderr=True)
-    try:
+    with reported(errors, as_json=json_output == "-"):
         require_vllm()
         arguments.check_outputs(json_output, plot)
         names = [one.value for one in disable or []]
@@ -100,15 +99,8 @@ def bench(
             )
             with progress(errors, live=not verbose, quiet=False) as track:
                 report = _run(comparison, k, batch, rounds, tokens, track)
-    except CommandError as error:
-        if json_output == "-":
-            typer.echo(json.dumps({"error": str(error)}))
-        print_error(errors, error)
-        raise typer.Exit(error.exit_code) from None
     _show(report, context.params, json_output, plot)
-    if report.error:
-        print_error(errors, report.error)
-    raise typer.Exit(0 if report.passed else 1)
+    end(report, errors)
 
 
 # The measurement

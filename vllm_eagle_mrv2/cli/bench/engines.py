@@ -25,7 +25,7 @@ MAX_NUM_SEQS = 64
 """``max_num_seqs`` of both engines unless a batch is larger; the sizes of captured graphs follow from it."""
 CORES = 4
 """CPU cores for each GPU of an engine: as many as its threads keep busy."""
-_FIXED_KV_CACHE = "kv_cache_memory_bytes"
+FIXED_KV_CACHE = "kv_cache_memory_bytes"
 
 
 def _ahead_of_path(variables: Mapping[str, str], *folders: str) -> str:
@@ -67,7 +67,7 @@ def shape_subject(folder: Path, shape: Shape, family: str, prompts: list[list[in
         "skip_tokenizer_init": True,
         "max_model_len": 4096,
         "max_num_batched_tokens": 4096,
-        _FIXED_KV_CACHE: 4 * 2**30,
+        FIXED_KV_CACHE: 4 * 2**30,
     }
     title = f"shape {shape.value}, {family}, random weights"
     plugins = {OWN_HEAD_PLUGIN: write_own_head(folder / "plugins")} if family == "eagle3" else {}
@@ -75,19 +75,12 @@ def shape_subject(folder: Path, shape: Shape, family: str, prompts: list[list[in
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The two sides to compare, and how their engines are set up."""
+class Setup:
+    """An engine of ``eagle_mrv2``, and how it is set up."""
 
     subject: Subject
-    against_ours: bool = False
-    """Compare with ``eagle_mrv2`` without the behaviours in ``disable``, instead of with the stock speculator."""
-    before: Path | None = None
-    """Folder of another version of this package, whose ``eagle_mrv2`` is the one to compare with."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of ``eagle_mrv2``."""
-    stock_speculative: dict[str, Any] = field(default_factory=dict)
-    """What to add to the speculative configuration of the stock speculator."""
-    disable: list[str] = field(default_factory=list)
     acceptance: Sequence[float] = ()
     """Share of drafts that are accepted at random up to each position, at least K of them; the model's own if empty."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -96,23 +89,13 @@ class Comparison:
     gpu_memory_utilization: float | None = None
     ignore_eos: bool = True
     verbose: bool = False
-    control: bool = False
-    """Start the engine to compare against twice, to see by how much two equal engines differ."""
     worker: str = "vllm_eagle_mrv2.cli.bench.worker"
     """The module that an engine's process runs."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the engines."""
-        against, ours = self._names
-        return (against, f"{against} again", ours) if self.control else (against, ours)
-
-    @property
-    def _names(self) -> tuple[str, str]:
-        if self.before is not None:
-            return (f"{METHOD} of {self.before.name}", METHOD)
-        reduced = f"{METHOD} without {', '.join(self.disable)}" if self.disable else METHOD
-        return (reduced, METHOD) if self.against_ours else ("stock", reduced)
+        return (METHOD,)
 
     @contextmanager
     def engines(self, k: int) -> Iterator[Engines]:
@@ -128,7 +111,7 @@ class Comparison:
                 for name, job in zip(self.names, jobs, strict=True)
             ]
             # An engine that sizes its KV cache by the free memory must start while no other engine allocates.
-            alone = _FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
+            alone = FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
             for process, job in zip(processes, jobs, strict=True):
                 process.send(job)
                 if alone:
@@ -136,7 +119,7 @@ class Comparison:
             if not alone:
                 started = [process.receive() for process in processes]
             engines = Engines(k, self.names, tuple(processes), Started.model_validate(started[0]))
-            if engines.started.device != "cpu":
+            if len(processes) > 1 and engines.started.device != "cpu":
                 self._share_cores(*processes)
             yield engines
             for process in processes:
@@ -145,7 +128,7 @@ class Comparison:
     def measured(
         self, ks: Sequence[int], rows_of: Callable[[Engines], Iterable[AnyRow]], on_start: Callable[[int], object]
     ) -> tuple[Started, list[AnyRow], str | None]:
-        """Measure with every K; return where, the rows, and the error of an engine that failed after some of them.
+        """Measure with every K; return where, the rows, and what ended the measurement after some of them.
 
         Raises:
             CommandError: an engine failed before any row was measured.
@@ -160,10 +143,10 @@ class Comparison:
                     started = engines.started
                     for row in rows_of(engines):
                         rows.append(row)
-        except CommandError as error:
+        except (CommandError, KeyboardInterrupt) as error:
             if not rows:
                 raise
-            failed = str(error)
+            failed = str(error) or "interrupted"
         assert started is not None
         return started, rows, failed
 
@@ -178,22 +161,16 @@ class Comparison:
             engine.keep_to(cores)
 
     def _process(self, name: str, method: str) -> EngineProcess:
+        return EngineProcess(self.worker, name, self._environment(name, method), self.verbose)
+
+    def _environment(self, name: str, method: str) -> dict[str, str]:
+        """The environment of an engine."""
         variables = environment(method, **({"HF_HUB_OFFLINE": "1"} if self.subject.offline else {}))
-        variables |= self.subject.environment(variables)
-        if name != METHOD and self.before is not None:
-            variables["PYTHONPATH"] = _ahead_of_path(variables, str(self.before.resolve()))
-        return EngineProcess(self.worker, name, variables, self.verbose)
+        return variables | self.subject.environment(variables)
 
     def jobs(self, k: int) -> tuple[Job, ...]:
         """The jobs of the engines."""
-        ours = f"{METHOD}:{self.subject.family}"
-        reduced = self.options | ({"disable": self.disable} if self.disable else {})
-        if self.against_ours or self.before is not None:
-            against, last = self.job(k, ours, reduced), self.job(k, ours, self.options)
-        else:
-            against, last = self.job(k, self.subject.family, {}), self.job(k, ours, reduced)
-            against.speculative_config.update(self.stock_speculative)
-        return (against, against, last) if self.control else (against, last)
+        return (self.job(k, f"{METHOD}:{self.subject.family}", self.options),)
 
     def job(self, k: int, method: str, options: dict[str, Any]) -> Job:
         """The job of an engine that drafts ``k`` tokens with a method; ``options`` are those of ``eagle_mrv2``."""
@@ -206,7 +183,7 @@ class Comparison:
             speculative["synthetic_acceptance_rates"] = list(self.acceptance[:k])
         if options:
             overrides["additional_config"] = {**overrides.get("additional_config", {}), OPTIONS_KEY: options}
-        fixed = _FIXED_KV_CACHE in self.subject.arguments
+        fixed = FIXED_KV_CACHE in self.subject.arguments | overrides
         arguments = {
             "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": self.gpu_memory_utilization or (0.1 if fixed else 0.84 / len(self.names)),
@@ -223,6 +200,51 @@ class Comparison:
             prompts=self.subject.prompts,
             ignore_eos=self.ignore_eos,
         )
+
+
+@dataclass(frozen=True)
+class Comparison(Setup):
+    """The two sides to compare, and how their engines are set up."""
+
+    against_ours: bool = False
+    """Compare with ``eagle_mrv2`` without the behaviours in ``disable``, instead of with the stock speculator."""
+    before: Path | None = None
+    """Folder of another version of this package, whose ``eagle_mrv2`` is the one to compare with."""
+    stock_speculative: dict[str, Any] = field(default_factory=dict)
+    """What to add to the speculative configuration of the stock speculator."""
+    disable: list[str] = field(default_factory=list)
+    control: bool = False
+    """Start the engine to compare against twice, to see by how much two equal engines differ."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the engines."""
+        against, ours = self._names
+        return (against, f"{against} again", ours) if self.control else (against, ours)
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        if self.before is not None:
+            return (f"{METHOD} of {self.before.name}", METHOD)
+        reduced = f"{METHOD} without {', '.join(self.disable)}" if self.disable else METHOD
+        return (reduced, METHOD) if self.against_ours else ("stock", reduced)
+
+    def jobs(self, k: int) -> tuple[Job, ...]:
+        """The jobs of the engines."""
+        ours = f"{METHOD}:{self.subject.family}"
+        reduced = self.options | ({"disable": self.disable} if self.disable else {})
+        if self.against_ours or self.before is not None:
+            against, last = self.job(k, ours, reduced), self.job(k, ours, self.options)
+        else:
+            against, last = self.job(k, self.subject.family, {}), self.job(k, ours, reduced)
+            against.speculative_config.update(self.stock_speculative)
+        return (against, against, last) if self.control else (against, last)
+
+    def _environment(self, name: str, method: str) -> dict[str, str]:
+        variables = super()._environment(name, method)
+        if name != METHOD and self.before is not None:
+            variables["PYTHONPATH"] = _ahead_of_path(variables, str(self.before.resolve()))
+        return variables
 
 
 @dataclass(frozen=True)
@@ -254,16 +276,26 @@ class Engines:
     ) -> list[list[Any]]:
         """The answers of each engine to each job: every round a job, of each engine while the others idle.
 
-        The order alternates, so that no engine always goes first.
-
         Raises:
             CommandError: an engine failed.
         """
-        answers: list[list[Any]] = [[] for _ in self.processes]
-        order = list(range(len(self.processes)))
-        for number, job in enumerate(jobs, start=1):
-            order.reverse()
-            for place in order:
-                answers[place].append(self.processes[place].ask(job))
-            on_round(number)
-        return answers
+        return in_turn([process.ask for process in self.processes], jobs, on_round)
+
+
+def in_turn(
+    asked: Sequence[Callable[[BaseModel], Any]],
+    jobs: Sequence[BaseModel],
+    on_round: Callable[[int], None] = lambda done: None,
+) -> list[list[Any]]:
+    """The answers of each of those asked to each job: every round a job, of one after the other.
+
+    The order alternates, so that none always goes first.
+    """
+    answers: list[list[Any]] = [[] for _ in asked]
+    order = list(range(len(asked)))
+    for number, job in enumerate(jobs, start=1):
+        order.reverse()
+        for place in order:
+            answers[place].append(asked[place](job))
+        on_round(number)
+    return answers

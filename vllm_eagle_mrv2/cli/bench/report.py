@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from pydantic import BaseModel
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_eagle_mrv2.cli.bench.types import SIDES, Row, Side, Started
+from vllm_eagle_mrv2.cli.errors import print_error
 from vllm_eagle_mrv2.cli.on_cpu import TIMES_MEAN_NOTHING
 
 
@@ -69,6 +70,13 @@ def write(
     print_table(console if console.is_terminal else Console(width=plain_width))
     if json_output:
         Path(json_output).write_text(text + "\n", encoding="utf-8")
+
+
+def end(report: Report, errors: Console) -> NoReturn:
+    """Exit with 0 if a run passed, else with 1, after the error that ended it early."""
+    if report.error:
+        print_error(errors, report.error)
+    raise typer.Exit(0 if report.passed else 1)
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
@@ -169,15 +177,15 @@ def draw(report: BenchReport, path: Path) -> None:
         axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
         axes.set_xlabel("batch")
         axes.legend()
-    save(figure, report, report.rows[0].names, path)
+    against, ours = report.rows[0].names
+    save(figure, report, f"dashed: {against}; solid: {ours}", path)
 
 
-def save(figure: Any, report: Report, names: Sequence[str], path: Path) -> None:
-    """Save a matplotlib figure with a title that says what was measured; the first of the names has dashed lines."""
+def save(figure: Any, report: Report, key: str, path: Path) -> None:
+    """Save a matplotlib figure with a title that says what was measured, and with the key to its lines."""
     warning = "; on a CPU these times mean nothing" if report.started.device == "cpu" else ""
     figure.suptitle(
-        f"{report.title}\nvLLM {report.started.vllm_version}, {report.started.device_name}{warning}\n"
-        f"dashed: {names[0]}; solid: {names[-1]}",
+        f"{report.title}\nvLLM {report.started.vllm_version}, {report.started.device_name}{warning}\n{key}",
         fontsize="medium",
         wrap=True,
     )

@@ -25,7 +25,7 @@ from vllm_eagle_mrv2.cli.demo.pair import PAIR, load_prompts, require_vllm
 from vllm_eagle_mrv2.cli.demo.report import FamilyReport, print_reports, to_json
 from vllm_eagle_mrv2.cli.demo.types import Job, Measurement
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
-from vllm_eagle_mrv2.cli.errors import CommandError, print_error
+from vllm_eagle_mrv2.cli.errors import CommandError, reported
 from vllm_eagle_mrv2.cli.progress import OnProgress, Track, progress
 from vllm_eagle_mrv2.config.method import METHOD
 
@@ -66,7 +66,7 @@ def demo(
     Takes one to two minutes without a GPU.
     """
     errors = Console(stderr=True)
-    try:
+    with reported(errors, as_json=json_output):
         families = _families(family, model, draft)
         job = Job(
             model=model or str(PAIR / "target"),
@@ -79,11 +79,6 @@ def demo(
         drafts = {name: draft or str(PAIR / name) for name in families}
         with progress(errors, live=not verbose, quiet=json_output) as track:
             reports = _run_all(job, drafts, num_speculative_tokens, track, verbose, fall_back=dtype is Dtype.auto)
-    except CommandError as error:
-        if json_output:
-            typer.echo(json.dumps({"error": str(error)}))
-        print_error(errors, error)
-        raise typer.Exit(error.exit_code) from None
     if json_output:
         typer.echo(json.dumps(to_json(reports), indent=2))
     else:

@@ -11,10 +11,8 @@ much or a round was too short, or an engine failed; 2, the bench could not be st
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,17 +21,24 @@ from rich.console import Console
 
 from vllm_eagle_mrv2.cli.bench import arguments
 from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, Engines
-from vllm_eagle_mrv2.cli.bench.report import write
+from vllm_eagle_mrv2.cli.bench.report import end, write
 from vllm_eagle_mrv2.cli.demo.pair import require_vllm
-from vllm_eagle_mrv2.cli.errors import CommandError, print_error
+from vllm_eagle_mrv2.cli.errors import reported
+from vllm_eagle_mrv2.cli.load.arguments import (
+    Acceptance,
+    OutputTokens,
+    PromptTokens,
+    Temperature,
+    TopP,
+    check_range,
+    shares_of,
+)
 from vllm_eagle_mrv2.cli.load.report import PLAIN_WIDTH, LoadReport, draw, print_report, to_json
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.cli.progress import Track, progress
 
 WORKER = "vllm_eagle_mrv2.cli.load.worker"
-ACCEPTANCE = (0.75, 0.55, 0.40, 0.30, 0.22, 0.16, 0.12)
-"""Share of random drafts that are accepted up to each position."""
 _ROUNDS, _ROUNDS_ON_CPU = 9, 2
 
 
@@ -57,23 +62,11 @@ def bench_load(
         int | None,
         typer.Option(min=1, help="Requests a round (default 4 for each in flight, at least 12; 30 s at a rate)."),
     ] = None,
-    prompt_tokens: Annotated[tuple[int, int], typer.Option(help="Length of random prompts, from and to.")] = (
-        128,
-        1024,
-    ),
-    output_tokens: Annotated[tuple[int, int], typer.Option(help="Tokens to generate, from and to.")] = (64, 256),
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 samples greedily.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1.0)] = 1.0,
-    acceptance: Annotated[
-        list[float] | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            metavar="SHARE",
-            help="Have drafts accepted at random, this share up to each position: .7 .5 .4 (default: "
-            "for --shape one that falls from .75, else the model's own).",
-        ),
-    ] = None,
+    prompt_tokens: PromptTokens = (128, 1024),
+    output_tokens: OutputTokens = (64, 256),
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    acceptance: Acceptance = None,
     option: arguments.Options = "{}",
     engine: arguments.EngineArguments = "{}",
     control: Annotated[
@@ -92,13 +85,12 @@ def bench_load(
     Requests with prompts and outputs of mixed lengths come and go; live engines take turns with the same ones.
     """
     errors = Console(stderr=True)
-    try:
+    with reported(errors, as_json=json_output == "-"):
         require_vllm()
         arguments.check_outputs(json_output, plot)
-        shares = acceptance or (ACCEPTANCE if shape is not None else ())
-        _check_shares(shares, max(k))
-        _check_range("--prompt-tokens", *prompt_tokens)
-        _check_range("--output-tokens", *output_tokens)
+        shares = shares_of(acceptance, shape, max(k))
+        check_range("--prompt-tokens", *prompt_tokens)
+        check_range("--output-tokens", *output_tokens)
         levels = [Level(concurrency=one) for one in concurrency or ([] if rate else [8])]
         levels += [Level(rate=one) for one in rate or []]
         with tempfile.TemporaryDirectory() as folder:
@@ -119,27 +111,8 @@ def bench_load(
             traffic = Traffic(output_tokens, temperature, top_p, requests)
             with progress(errors, live=not verbose, quiet=False) as track:
                 report = _run(comparison, k, levels, traffic, rounds, track)
-    except CommandError as error:
-        if json_output == "-":
-            typer.echo(json.dumps({"error": str(error)}))
-        print_error(errors, error)
-        raise typer.Exit(error.exit_code) from None
     _show(report, context.params, json_output, plot)
-    if report.error:
-        print_error(errors, report.error)
-    raise typer.Exit(0 if report.passed else 1)
-
-
-def _check_shares(shares: Sequence[float], k: int) -> None:
-    if shares and len(shares) < k:
-        raise CommandError(f"-k {k} needs --acceptance with as many shares, not {len(shares)}.", 2)
-    if any(after > before for before, after in pairwise(shares)):
-        raise CommandError("--acceptance: no share may be larger than the one before it.", 2)
-
-
-def _check_range(option: str, fewest: int, most: int) -> None:
-    if not 1 <= fewest <= most:
-        raise CommandError(f"{option} {fewest} {most}: give the smaller number first, and at least 1.", 2)
+    end(report, errors)
 
 
 def _run(

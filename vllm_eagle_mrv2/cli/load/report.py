@@ -126,4 +126,5 @@ def draw(report: LoadReport, path: Path) -> None:
     for axes in (throughput, gains):
         axes.set_xticks(range(len(levels)), [str(level) for level in levels])
         axes.legend()
-    save(figure, report, report.rows[0].names, path)
+    names = report.rows[0].names
+    save(figure, report, f"dashed: {names[0]}; solid: {names[-1]}", path)

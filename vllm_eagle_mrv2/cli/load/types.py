@@ -38,6 +38,8 @@ class Load(BaseModel):
     """Requests in flight, in a closed loop; None in an open loop."""
     temperature: float
     top_p: float
+    draft_length: int | None = None
+    """Draft tokens to hold (`telemetry.counters.hold`), where they are chosen at run time; None leaves the choice."""
 
 
 class Level(NamedTuple):
@@ -64,6 +66,8 @@ class LoadRound(BaseModel):
     """Time between successive outputs of a request."""
     accepted_length: float
     """Tokens that one verification of a request yields, including the target's own; over the whole round."""
+    drafted_length: float = 0.0
+    """Drafts that one verification of a request verifies, 0 where nothing was drafted; over the whole round."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property

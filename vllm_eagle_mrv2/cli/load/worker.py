@@ -15,6 +15,7 @@ from vllm_eagle_mrv2.cli.bench.worker import Worker, engine_arguments, percentil
 from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
 from vllm_eagle_mrv2.cli.engine_process import serve
 from vllm_eagle_mrv2.cli.load.types import Load, LoadRound, Request
+from vllm_eagle_mrv2.telemetry.counters import hold
 
 
 @dataclass
@@ -48,6 +49,7 @@ class LoadEngine:
     def measure(self, load: Load) -> LoadRound:
         """Serve all requests of a load."""
         self._rounds += 1
+        hold(load.draft_length)
         before = read_counters()
         served = self._loop.run_until_complete(self._serve(load))
         counted = counted_since(before)
@@ -56,6 +58,7 @@ class LoadEngine:
             served,
             in_flight=load.concurrency or 1,
             accepted_length=1 + counted["num_accepted_tokens"] / drafts if drafts else 1.0,
+            drafted_length=counted["num_draft_tokens"] / drafts if drafts else 0.0,
         )
 
     async def _serve(self, load: Load) -> list[Served]:
@@ -100,13 +103,14 @@ class LoadEngine:
                 one.outputs.append((time.perf_counter(), new))
 
 
-def read_round(served: Sequence[Served], in_flight: int, accepted_length: float) -> LoadRound:
+def read_round(served: Sequence[Served], in_flight: int, accepted_length: float, drafted_length: float) -> LoadRound:
     """The figures of a round while the load was steady; 0 where that was too short to have any.
 
     Args:
         served: all requests, in the order in which they were sent.
         in_flight: how many of them were sent before the first one ended; those only fill the engine.
         accepted_length: of the whole round.
+        drafted_length: likewise.
     """
     begins, ends = served[in_flight].sent, served[-1].sent
     steady = [(at, new) for one in served for at, new in one.outputs if begins < at <= ends]
@@ -121,6 +125,7 @@ def read_round(served: Sequence[Served], in_flight: int, accepted_length: float)
         tpot_p50_ms=percentile([time_per_output_token(one) for one in ended], 50) * 1e3,
         gap_p99_ms=percentile(gaps, 99) * 1e3,
         accepted_length=accepted_length,
+        drafted_length=drafted_length,
     )
 
 

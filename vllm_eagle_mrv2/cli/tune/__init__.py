@@ -1,0 +1,1 @@
+"""``vllm-eagle-mrv2 tune``."""

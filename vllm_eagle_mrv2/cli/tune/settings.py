@@ -1,0 +1,53 @@
+"""The measurement of one live engine with each number of draft tokens, in turn."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from pydantic import BaseModel
+
+from vllm_eagle_mrv2.cli.bench.engines import Engines, in_turn
+from vllm_eagle_mrv2.cli.engine_process import EngineProcess
+from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.load.traffic import Traffic
+from vllm_eagle_mrv2.cli.load.types import Level, LoadRound
+from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow
+from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
+
+
+def measure(
+    engines: Engines,
+    concurrency: int,
+    traffic: Traffic,
+    rounds: int,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> TuneRow:
+    """Measure a live engine with every setting, in turn, after one round of each that does not count.
+
+    Raises:
+        CommandError: the engine failed, or drafts other numbers than those asked for.
+    """
+    (process,) = engines.processes
+    settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
+    asked = [functools.partial(_ask, process, setting) for setting in settings]
+    level = Level(concurrency=concurrency)
+    for setting, (answer,) in zip(settings, in_turn(asked, [traffic.load(level, seed=0)]), strict=True):
+        _check_held(setting, answer)
+    loads = [traffic.load(level, seed) for seed in range(1, rounds + 1)]
+    return TuneRow(concurrency=concurrency, rounds=dict(zip(settings, in_turn(asked, loads, on_round), strict=True)))
+
+
+def _ask(process: EngineProcess, setting: Setting, load: BaseModel) -> LoadRound:
+    held = load.model_copy(update={"draft_length": None if setting == AUTO else setting})
+    return LoadRound.model_validate(process.ask(held))
+
+
+def _check_held(setting: Setting, answer: LoadRound) -> None:
+    """Raise `CommandError` unless the engine drafts as many tokens as it should, but for a few texts at their end."""
+    if isinstance(setting, int) and round(answer.drafted_length) != setting:
+        raise CommandError(
+            f"the engine drafts {answer.drafted_length:.1f} tokens instead of {setting}: its engine core must run on "
+            "this machine.",
+            1,
+        )
