@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from support import chosen_draft_lengths, engine, greedy, held_out_prompts, random_draft_lengths, speculator_of
+from lookups import check
+from support import chosen_draft_lengths, engine, greedy, held_out_prompts, random_draft_lengths
 
 from vllm_eagle_mrv2.drafting import loop
-from vllm_eagle_mrv2.kernels import lookup
 
 from .test_behaviours import deviation, sampled_and_ranks, uniform_p_value
 
@@ -18,56 +17,6 @@ K = 5
 TOKENS = 90
 ON = {"lookup_drafts": True}
 PROMPTS = held_out_prompts(5)
-
-
-def recorded_lookups(llm: Any) -> list[tuple[list[int], list[int]]]:
-    """The text and the drafts of each request and batch from now on; filled as they come."""
-    seen: list[tuple[list[int], list[int]]] = []
-    drafts_by = speculator_of(llm).drafter.loop
-    propose = drafts_by.propose
-
-    def proposing(batch: Any) -> Any:
-        drafts = propose(batch)
-        for row, request in enumerate(batch.idx_mapping.tolist()):
-            texts = drafts_by.lookup
-            text = texts.tokens[request, : int(texts.lengths[request])]
-            seen.append((text.tolist(), drafts[row, : batch.num_draft_tokens].tolist()))
-        return drafts
-
-    drafts_by.propose = proposing
-    return seen
-
-
-def continuation(text: list[int], first: int, length: int) -> list[int]:
-    """What followed where the text was as it is at its end, over the longest stretch; nothing if it was nowhere."""
-    matches = []
-    for place in range(1, len(text)):
-        same = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(text[place - 1 :: -1], text[::-1], strict=False)
-        )
-        matched = min(len(list(same)), lookup.MOST_MATCH)
-        if text[place] == first and matched >= lookup.LEAST_MATCH:
-            matches.append((matched, place))
-    if not matches:
-        return []
-    _, place = max(matches)
-    repeated = text[place:] * length  # a text that repeats itself goes on with its own drafts
-    return repeated[:length]
-
-
-def check(llm: Any, wanted: list[list[int]], **sampling: Any) -> None:
-    """Output is what was wanted, and drafts are looked up in prompt and output."""
-    seen = recorded_lookups(llm)
-    assert greedy(llm, PROMPTS, TOKENS, **sampling) == wanted
-    prompts = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
-    whole = [prompt + output for prompt, output in zip(prompts, wanted, strict=True)]
-    found = 0
-    for text, drafts in seen:
-        assert any(each[: len(text)] == text[: len(each)] for each in whole)  # the last drafts may go beyond the end
-        follows = continuation(text, drafts[0], len(drafts)) if drafts else []
-        assert not follows or drafts == follows
-        found += bool(follows)
-    assert 10 < found < 0.9 * len(seen)
 
 
 @pytest.fixture(scope="module")
@@ -79,21 +28,21 @@ def plain() -> list[list[int]]:
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
 def test_drafts_go_on_as_the_text_did_before(family: str, plain: list[list[int]]) -> None:
     with engine("eagle_mrv2", family=family, k=K, options=ON) as llm:
-        check(llm, plain)
+        check(llm, PROMPTS, plain)
 
 
 def test_requests_come_and_go(plain: list[list[int]]) -> None:
     """Preemption, chunks of prompts, and prompts whose beginning is cached and never computed."""
     few = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 30}
     with engine("eagle_mrv2", k=K, options=ON, enable_prefix_caching=True, **few) as llm:
-        check(llm, plain)
-        check(llm, plain)
+        check(llm, PROMPTS, plain)
+        check(llm, PROMPTS, plain)
 
 
 def test_with_a_chosen_number(plain: list[list[int]]) -> None:
     options = ON | {"draft_length": "auto"}
     with engine("eagle_mrv2", k=K, options=options) as llm, chosen_draft_lengths(random_draft_lengths(K)):
-        check(llm, plain)
+        check(llm, PROMPTS, plain)
 
 
 def test_sampled_output_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
