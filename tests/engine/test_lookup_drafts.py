@@ -51,7 +51,7 @@ def test_sampled_output_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> N
 
     def find(buffers: Any, texts: Any, num_rows: int) -> None:
         for row, request in enumerate(buffers.idx_mapping[:num_rows].tolist()):
-            places = torch.randint(int(texts.lengths[request]), texts.found.shape[1:], generator=draw)
+            places = torch.randint(max(int(texts.lengths[request]), 1), texts.found.shape[1:], generator=draw)
             texts.found[row] = texts.tokens[request, places]
 
     monkeypatch.setattr(loop, "look_up_drafts", find)
