@@ -25,7 +25,7 @@ def plain() -> list[list[int]]:
         return greedy(llm, PROMPTS, TOKENS)
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize("family", [pytest.param("eagle", marks=pytest.mark.smoke), "eagle3"])
 def test_drafts_go_on_as_the_text_did_before(family: str, plain: list[list[int]]) -> None:
     with engine("eagle_mrv2", family=family, k=K, options=ON) as llm:
         check(llm, PROMPTS, plain)

@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 
 
-from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.patches import model_runner
 from vllm_eagle_mrv2.telemetry.counters import DRAFT_LENGTH, EAGER, DraftCounter
 
@@ -67,7 +66,7 @@ class Runner:
 @pytest.fixture(autouse=True)
 def patches(monkeypatch: pytest.MonkeyPatch) -> None:
     wrappers = {
-        "load_model": model_runner.fitted_to_draft,
+        "load_model": model_runner.without_unread_states,
         "initialize_kv_cache": model_runner.states_handed_over,
         "capture_model": model_runner.draft_captured,
         "post_kv_cache_wake_up": model_runner.tables_in_place,
@@ -94,30 +93,6 @@ def test_what_is_handed_over(takes_inputs: bool, monkeypatch: pytest.MonkeyPatch
     # Elastic scaling replaces it.
     runner.cudagraph_manager = SimpleNamespace()
     assert drafter.graphs.target_graphs() is runner.cudagraph_manager
-
-
-@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
-def test_texts_are_kept_on_the_device_where_drafts_are_looked_up(on_host: bool) -> None:
-    ours = speculator()
-    runner = Runner(ours, target_graphs=True)
-    runner.speculative_config = SimpleNamespace(method="eagle", draft_model_config=None)
-    texts = torch.arange(8, dtype=torch.int32).view(2, 4)
-    staged = SimpleNamespace(gpu=texts, dtype=torch.int32, device=torch.device("cpu"))
-    if on_host:
-        staged._uva_buf = "pinned memory"
-    lengths = torch.tensor([3, 4], dtype=torch.int32)
-    runner.req_states = SimpleNamespace(all_token_ids=staged, total_len=SimpleNamespace(gpu=lengths))
-    runner.load_model()
-    assert ours.drafter.loop.lookup is None
-    assert staged.gpu is texts
-    ours.drafter.options = Options(lookup_drafts=True)
-    runner.load_model()
-    lookup: Any = ours.drafter.loop.lookup
-    assert (lookup.tokens is staged.gpu, lookup.lengths is lengths) == (True, True)
-    assert lookup.found.tolist() == 2 * [3 * [-1]]
-    assert (staged.gpu is texts) is not on_host
-    assert (staged.gpu.shape, staged.gpu.dtype) == ((2, 4), torch.int32)
-    assert not hasattr(staged, "_uva_buf")
 
 
 def test_made_up_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,12 +164,19 @@ PATCHES: tuple[Patch, ...] = (
     # The target's runner and worker
     Patch(
         f"{_RUNNER}.load_model",
-        f"{_HERE}.model_runner:fitted_to_draft",
+        f"{_HERE}.model_runner:without_unread_states",
         Scope.WORKER,
-        "spares the target auxiliary hidden states that the head does not take; keeps texts on the device "
-        "(lookup_drafts)",
-        "below 0.33 the runner has such states returned for every EAGLE-3 head; texts are in the host's memory",
-        "0.33 asks the head; an option that keeps texts on the device, as 0.32 has for its own n-gram method",
+        "spares the target auxiliary hidden states that the head does not take",
+        "below 0.33 the runner has them returned for every EAGLE-3 head, and drafts from them",
+        "nothing: 0.33 asks the head",
+    ),
+    Patch(
+        f"{_RUNNER}.__init__",
+        f"{_HERE}.texts:texts_on_device",
+        Scope.PLUGIN,
+        "keeps the requests' tokens in the device's memory (lookup_drafts)",
+        "vLLM keeps them in the host's memory",
+        "an option that keeps them on the device, as 0.32 has for its own n-gram method",
     ),
     Patch(
         f"{_RUNNER}.initialize_kv_cache",

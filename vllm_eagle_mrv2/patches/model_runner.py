@@ -15,31 +15,15 @@ from vllm_eagle_mrv2.drafting.drafter import drafter_of
 from vllm_eagle_mrv2.patches.wrap import Function
 
 
-def fitted_to_draft(original: Function) -> Function:
-    """Wrap ``load_model``: the runner returns and keeps what the draft reads.
-
-    It returns no auxiliary hidden states that the head does not take.  Where drafts are looked up in the requests'
-    texts, it keeps these in the device's memory.
-    """
+def without_unread_states(original: Function) -> Function:
+    """Wrap ``load_model``: the target returns no auxiliary hidden states if the head does not take them."""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter = drafter_of(self.speculator)
-        if drafter is not None:
-            if not takes_auxiliary_states(self.speculative_config):
-                self.use_aux_hidden_state_outputs = False
-            if drafter.options.lookup_drafts:
-                keep_on_device(self.req_states.all_token_ids)
-                drafter.look_up_in(self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu)
+        if drafter_of(self.speculator) is not None and not takes_auxiliary_states(self.speculative_config):
+            self.use_aux_hidden_state_outputs = False
         return original(self, *args, **kwargs)
 
     return load_model
-
-
-def keep_on_device(tensor: Any) -> None:
-    """Move one of the runner's ``StagedWriteTensor`` from the host's memory to the device's; its content is lost."""
-    if hasattr(tensor, "_uva_buf"):
-        tensor.gpu = torch.zeros(tensor.gpu.shape, dtype=tensor.dtype, device=tensor.device)
-        del tensor._uva_buf
 
 
 def states_handed_over(original: Function) -> Function:
