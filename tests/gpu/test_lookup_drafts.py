@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from lookups import check
-from release_under_test import PROBABILISTIC
+from packaging.version import Version
+from release_under_test import PROBABILISTIC, release
 from support import engine, greedy, held_out_prompts, runner_of, speculator_of
 
 from .test_graphs import SIZES, counted_replays
+from .test_sleep import after_sleeps
 
 K = 5
 TOKENS = 90
@@ -28,6 +30,14 @@ def test_drafts_go_on_as_the_text_did_before(family: str) -> None:
         with counted_replays(speculator_of(llm)) as counts:
             check(llm, PROMPTS, wanted)
         assert counts["both"] > 10
+
+
+@pytest.mark.skipif(release < Version("0.22"), reason="after a sleep vLLM 0.20 itself finds no block tables")
+def test_texts_are_looked_up_after_a_sleep() -> None:
+    with engine("eagle_mrv2", k=K, options=ON, compilation_config=SIZES, enable_sleep_mode=True) as llm:
+        wanted = greedy(llm, PROMPTS, TOKENS)
+        for _ in after_sleeps(llm):
+            check(llm, PROMPTS, wanted)
 
 
 def test_what_is_found_is_certain_in_a_graph() -> None:
