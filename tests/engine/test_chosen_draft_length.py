@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from typing import Any
 
 import pytest
@@ -10,12 +12,14 @@ from support import (
     Acceptance,
     chosen_draft_lengths,
     engine,
+    engine_arguments,
     greedy,
     held_out_prompts,
     random_draft_lengths,
     recorded_log,
 )
 
+from .test_behaviours import deviation, sampled_and_ranks, uniform_p_value
 from .test_dynamic_draft_length import (  # noqa: F401
     asynchronous_on_a_cpu,
     plain,
@@ -23,6 +27,7 @@ from .test_dynamic_draft_length import (  # noqa: F401
     recorded_verifications,
     schedule,
 )
+from .test_top_k_top_p import FILTERS, stock_filters_by_torch  # noqa: F401
 
 K = 3
 TOKENS = 16
@@ -31,6 +36,7 @@ AUTO = {"draft_length": "auto"}
 ORDERS = pytest.mark.parametrize("async_scheduling", [True, False], ids=["asynchronous", "synchronous"])
 
 
+@pytest.mark.smoke
 @ORDERS
 def test_output_does_not_depend_on_it(async_scheduling: bool, plain: list[list[int]]) -> None:  # noqa: F811
     with (
@@ -74,6 +80,111 @@ def test_many_requests_come_and_go() -> None:
     ):
         for _ in range(2):
             assert greedy(llm, prompts, 24) == wanted
+
+
+ABORTS: tuple[dict[int, set[int]], ...] = ({3: {1}, 5: {3, 6}, 11: {4}}, {5: set(range(8))})
+"""Requests to abort before a step: some that run and one that waits, then all at once."""
+
+
+@ORDERS
+def test_aborted_requests(async_scheduling: bool, plain: list[list[int]]) -> None:  # noqa: F811
+    """The others go on, and new ones take the rows and blocks."""
+    arguments: dict[str, Any] = {"async_scheduling": async_scheduling, "max_num_seqs": 4}
+    with (
+        engine("eagle_mrv2", k=K, options=AUTO, **arguments) as llm,
+        chosen_draft_lengths(random_draft_lengths(K)) as taken,
+    ):
+        for aborted in ABORTS:
+            left = set(range(8)).difference(*aborted.values())
+            assert greedy_but(llm, PROMPTS * 2, aborted) == {number: plain[number % 4] for number in left}
+            assert set(taken) == set(range(K + 1))
+        assert greedy(llm, PROMPTS, TOKENS) == plain
+
+
+def greedy_but(llm: Any, prompts: list[str], aborted: dict[int, set[int]]) -> dict[int, list[int]]:
+    """Greedy token ids of the prompts by number, but for those that are aborted before a step."""
+    from vllm import SamplingParams
+
+    core = llm.llm_engine
+    for number, prompt in enumerate(prompts):
+        core.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
+    finished: dict[int, list[int]] = {}
+    for step in itertools.count():
+        core.abort_request([str(number) for number in aborted.get(step, ())])
+        if not core.has_unfinished_requests():
+            return finished
+        for output in core.step():
+            if output.finished:
+                finished[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+    raise AssertionError
+
+
+SENTENCE = r"[A-Z][a-z]{2,7}( [a-z]{2,7}){8,12}\."
+KINDS = ["a list of integers", "a list of strings", "a tuple of integers and of strings"]
+TYPES: dict[str, Any] = {
+    "name": {"type": "string", "maxLength": 12},
+    "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 3, "maxItems": 5},
+}
+OBJECT = {"type": "object", "properties": TYPES, "required": list(TYPES), "additionalProperties": False}
+
+
+def structured(llm: Any) -> list[str]:
+    """Greedy texts: an object, a sentence, a kind, and one in which everything is allowed, for two prompts each."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    grammars = ({"json": OBJECT}, {"regex": SENTENCE}, {"choice": KINDS}, None)
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=80,
+            structured_outputs=None if allowed is None else StructuredOutputsParams(**allowed),
+        )
+        for allowed in grammars
+    ]
+    outputs = llm.generate(held_out_prompts(8), params * 2, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def valid() -> list[str]:
+    """Structured output without speculation."""
+    with engine(None) as llm:
+        texts = structured(llm)
+    for text, sentence, kind in (texts[:3], texts[4:7]):
+        assert set(json.loads(text)) == set(TYPES)
+        assert re.fullmatch(SENTENCE, sentence)
+        assert kind in KINDS
+    return texts
+
+
+@ORDERS
+def test_structured_output(async_scheduling: bool, valid: list[str]) -> None:
+    """As many drafts are masked as are verified."""
+    with (
+        engine("eagle_mrv2", k=K, options=AUTO, async_scheduling=async_scheduling) as llm,
+        chosen_draft_lengths(random_draft_lengths(K)) as taken,
+    ):
+        acceptance = Acceptance(llm)
+        assert structured(llm) == valid
+        assert acceptance.length > 1.3
+        assert set(taken) == set(range(K + 1))
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy drafts": {"speculative_config": engine_arguments("eagle_mrv2", k=K)["speculative_config"]},
+    "probabilistic drafts": {},
+    "top-k and top-p": FILTERS | {"async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize("case", SAMPLED)
+def test_sampled_output_follows_the_target(case: str) -> None:
+    with chosen_draft_lengths(random_draft_lengths(K)) as taken:
+        places = sampled_and_ranks(AUTO, prompts=32, **SAMPLED[case])
+    assert set(taken) == set(range(K + 1))
+    assert uniform_p_value(places) > 1e-3
+    assert abs(deviation(places)) < 3.3  # one in a thousand
 
 
 def test_other_numbers_are_tried() -> None:
