@@ -161,10 +161,9 @@ class DraftLength:
         group, slots = group_of(decodes), self._slots
         if group not in self._durations or not self._durations[group].known(length):
             return
-        plain = requests_of(group) * (1 + length)
-        more = self._prefills.seconds(plain, iteration.decoded + iteration.prefilled - plain)
+        expected = self._durations[group].seconds[length] + self._beyond_plain(group, length, iteration)
         slots[counters.MICROSECONDS] += round(1e6 * iteration.seconds)
-        slots[counters.EXPECTED_MICROSECONDS] += round(1e6 * (self._durations[group].seconds[length] + more))
+        slots[counters.EXPECTED_MICROSECONDS] += round(1e6 * expected)
         slots[counters.TOKENS] += decodes + sum(max(kept, 0) * requests for (_, kept), requests in outcomes)
         slots[counters.EXPECTED_MILLITOKENS] += round(1e3 * decodes * self.acceptance.tokens(length))
 
@@ -230,9 +229,12 @@ class DraftLength:
 
     def _plain(self, group: int, length: int, iteration: Iteration) -> float:
         """Return the seconds of an iteration as if it had no prefills, and as many decodes as the middle of a group."""
+        return max(iteration.seconds - self._beyond_plain(group, length, iteration), 0.1 * iteration.seconds)
+
+    def _beyond_plain(self, group: int, length: int, iteration: Iteration) -> float:
+        """Return the seconds that an iteration takes beyond those of one without prefills, of the middle of a group."""
         decoded = requests_of(group) * (1 + length)
-        more = self._prefills.seconds(decoded, iteration.decoded + iteration.prefilled - decoded)
-        return max(iteration.seconds - more, 0.1 * iteration.seconds)
+        return self._prefills.seconds(decoded, iteration.decoded + iteration.prefilled - decoded)
 
     def _end(self, trial: Trial, now: float) -> None:
         """End a trial once it is long enough, and compare."""
