@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +95,17 @@ def test_what_is_handed_over(takes_inputs: bool, monkeypatch: pytest.MonkeyPatch
     # Elastic scaling replaces it.
     runner.cudagraph_manager = SimpleNamespace()
     assert drafter.graphs.target_graphs() is runner.cudagraph_manager
+
+
+def test_a_pending_compilation_does_not_keep_an_engine() -> None:
+    """It holds the kernel of the draft's head."""
+    stock = stock_speculator()
+    adapter = drafter_on(stock).adapter
+    kept, gone = adapter.few_rows, weakref.ref(adapter)
+    del adapter, stock
+    gc.collect()
+    assert kept is not None
+    assert gone() is None
 
 
 def test_made_up_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

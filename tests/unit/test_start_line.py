@@ -19,7 +19,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_eagle_mrv2.kernels.measured import about
 from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE
-from vllm_eagle_mrv2.telemetry.start_line import Facts
+from vllm_eagle_mrv2.telemetry.start_line import Facts, _mebibytes
 
 from .stock import drafter_on, stock_speculator
 
@@ -234,6 +234,12 @@ def test_quantized_layers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = torch.nn.ModuleList([layer(InSomeBits()), layer(vllm_linear.UnquantizedLinearMethod()), theirs])
     found = linear.install(draft, torch.nn.ModuleList([theirs]))
     assert found.quantized == ("InSomeBits",)
+
+
+def test_texts_of_lookup_drafts() -> None:
+    assert "texts" not in facts().line()
+    assert "draft logits none, greedy, texts 128.0 MiB, active" in facts(texts="128.0 MiB").line()
+    assert _mebibytes(torch.empty(256, 131_072, dtype=torch.int32, device="meta")) == "128.0 MiB"
 
 
 def test_rounded_weights() -> None:
