@@ -100,10 +100,13 @@ def deviation(places: np.ndarray) -> float:
     return float((places.mean() - 0.5) * np.sqrt(12 * len(places)))
 
 
-def test_sampled_output_follows_the_target() -> None:
-    places = sampled_and_ranks({})
+def check_follows_the_target(places: np.ndarray) -> None:
     assert uniform_p_value(places) > 1e-3
     assert abs(deviation(places)) < 3.3  # one in a thousand
+
+
+def test_sampled_output_follows_the_target() -> None:
+    check_follows_the_target(sampled_and_ranks({}))
 
 
 def test_sampled_output_is_biased_without_draft_logits() -> None:
