@@ -44,7 +44,7 @@ class Options(BaseModel):
     )
     lookup_drafts: bool = Field(
         default=False,
-        description="where a request's own text goes on with the first draft as it did before, draft what came next",
+        description="where a request's text repeats itself, draft the tokens that followed before",
     )
 
     @field_validator("disable")
