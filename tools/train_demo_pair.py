@@ -391,36 +391,38 @@ def target_loss(target: Target, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def rollout(target: Target, head: Head, tokens: Tensor, depth: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def rollout(
+    target: Target, head: Head, tokens: Tensor, hidden: Tensor, aux: list[Tensor], depth: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Draft ``depth`` tokens from every position of tokens [B, T], as the engine does if all of them are accepted.
 
-    Step k reads token i + k and yields, for i in [0, T - depth): the head's features and logits, and the target's
-    final hidden states [B, T - depth, H] at i + k, which the features should match.
+    Step k, from 1, reads token i + k, and yields the head's features and logits for i in [0, T - depth); hidden and aux
+    are what the target makes of the tokens. The features should match hidden at i + k.
     """
-    with torch.no_grad():
-        hidden, aux = target(tokens)
     length = tokens.shape[1] - depth
     cache = RolloutCache()
     features = head.first_features(hidden, aux)[:, :length]
     for k in range(1, depth + 1):
         positions = torch.arange(k - 1, k - 1 + length, device=tokens.device)
         features, logits = head.step(target, tokens[:, k : k + length], features, positions, cache)
-        yield features, logits, hidden[:, k : k + length]
+        yield features, logits
 
 
 def head_loss(target: Target, head: Head, tokens: Tensor, depth: int) -> Tensor:
     """Cross entropy with the target's own distribution at every step; later steps have less weight."""
+    with torch.no_grad():
+        hidden, aux = target(tokens)
+        target_logits = target.logits(hidden).float()
+        known = torch.isin(target_logits.argmax(-1), head.draft_ids).float()
+        probabilities = target_logits[..., head.draft_ids].softmax(-1)
     loss = torch.zeros((), device=tokens.device)
-    for k, (features, logits, hidden) in enumerate(rollout(target, head, tokens, depth)):
-        with torch.no_grad():
-            target_logits = target.logits(hidden).float()
-            known = torch.isin(target_logits.argmax(-1), head.draft_ids).float()
-            probabilities = target_logits[..., head.draft_ids].softmax(-1)
-        entropy = -(probabilities * logits.float().log_softmax(-1)).sum(-1)
-        step_loss = (entropy * known).sum() / known.sum()
+    for k, (features, logits) in enumerate(rollout(target, head, tokens, hidden, aux, depth), start=1):
+        drafted = slice(k, k + logits.shape[1])
+        entropy = -(probabilities[:, drafted] * logits.float().log_softmax(-1)).sum(-1)
+        step_loss = (entropy * known[:, drafted]).sum() / known[:, drafted].sum()
         if isinstance(head, EagleHead):
-            step_loss = step_loss + 0.2 * F.smooth_l1_loss(features.float(), hidden.float())
-        loss = loss + 0.8**k * step_loss
+            step_loss = step_loss + 0.2 * F.smooth_l1_loss(features.float(), hidden[:, drafted].float())
+        loss = loss + 0.8 ** (k - 1) * step_loss
     return loss
 
 
@@ -450,7 +452,7 @@ def measure(target: Target, head: Head, prompts: list[list[int]], new_tokens: in
         tokens = torch.tensor([prompt], device=device)
         tokens = generate(target, tokens, len(prompt) + new_tokens, greedy, torch.Generator())
         hits = []
-        for k, (_, logits, _) in enumerate(rollout(target, head, tokens, depth), start=1):
+        for k, (_, logits) in enumerate(rollout(target, head, tokens, *target(tokens), depth), start=1):
             drafts = head.draft_ids[logits.argmax(-1)[0, :-1]]
             hits.append(drafts == tokens[0, k + 1 : k + 1 + len(drafts)])
         accepted_from = torch.stack(hits).long().cumprod(0).sum(0).tolist()

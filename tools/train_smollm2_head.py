@@ -101,7 +101,11 @@ def most_used(conversations: list[list[int]], count: int) -> Tensor:
 def train_head(target: Target, conversations: list[list[int]], options: argparse.Namespace) -> Eagle3Head:
     """Train a head on windows of the conversations."""
     device, generator = torch.device(options.device), torch.Generator().manual_seed(0)
-    head = Eagle3Head(target.shape, most_used(conversations, options.draft_vocab).to(device)).to(device)
+    draft_ids = most_used(conversations, options.draft_vocab).to(device)
+    head = Eagle3Head(target.shape, draft_ids).to(device)
+    with torch.no_grad():  # begin with what the target makes of its last features
+        head.norm.weight.copy_(target.norm.weight)
+        head.lm_head.weight.copy_(target.embed_tokens.weight[draft_ids])
     windows = Windows(conversations, options.length, generator)
 
     def loss() -> Tensor:
