@@ -452,7 +452,8 @@ def measure(target: Target, head: Head, prompts: list[list[int]], new_tokens: in
         tokens = torch.tensor([prompt], device=device)
         tokens = generate(target, tokens, len(prompt) + new_tokens, greedy, torch.Generator())
         hits = []
-        for k, (_, logits) in enumerate(rollout(target, head, tokens, *target(tokens), depth), start=1):
+        hidden, aux = target(tokens)
+        for k, (_, logits) in enumerate(rollout(target, head, tokens, hidden, aux, depth), start=1):
             drafts = head.draft_ids[logits.argmax(-1)[0, :-1]]
             hits.append(drafts == tokens[0, k + 1 : k + 1 + len(drafts)])
         accepted_from = torch.stack(hits).long().cumprod(0).sum(0).tolist()
