@@ -100,7 +100,7 @@ def most_used(conversations: list[list[int]], count: int) -> Tensor:
 
 def train_head(target: Target, conversations: list[list[int]], options: argparse.Namespace) -> Eagle3Head:
     """Train a head on windows of the conversations."""
-    device, generator = torch.device(options.device), torch.Generator().manual_seed(0)
+    device, generator = target.norm.weight.device, torch.Generator().manual_seed(0)
     draft_ids = most_used(conversations, options.draft_vocab).to(device)
     head = Eagle3Head(target.shape, draft_ids).to(device)
     with torch.no_grad():  # begin with what the target makes of its last features
@@ -148,7 +148,7 @@ def main() -> None:
     answers.add_argument("--max-tokens", type=int, default=320)
     answers.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
     training.add_argument("--texts", type=Path, required=True)
-    training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    training.add_argument("--device", help="default: a GPU if there is one")
     training.add_argument("--steps", type=int, default=6000)
     training.add_argument("--minutes", type=float, default=8.0, help="budget; steps left when it runs out are dropped")
     training.add_argument("--batch", type=int, default=8)
@@ -164,7 +164,8 @@ def main() -> None:
 
     from transformers import AutoTokenizer
 
-    target = load_target(options.target, torch.device(options.device))
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = load_target(options.target, device)
     head = train_head(target, json.loads(options.texts.read_text()), options)
     save_model(options.out, head, config_of(head, target, options.target))
     for kind, rates in acceptance(

@@ -92,6 +92,7 @@ def test_sampled_drafts() -> None:
         assert acceptance.length > 1.5
 
 
+@pytest.mark.own_process
 @pytest.mark.skipif(release < Version("0.22"), reason="after a sleep vLLM 0.20 itself finds no block tables")
 def test_the_same_drafts_after_a_sleep() -> None:
     with engine("eagle_mrv2", options=FP8, compilation_config=SIZES, enable_sleep_mode=True) as llm:

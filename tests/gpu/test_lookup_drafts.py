@@ -32,6 +32,7 @@ def test_drafts_go_on_as_the_text_did_before(family: str) -> None:
         assert counts["both"] > 10
 
 
+@pytest.mark.own_process
 @pytest.mark.skipif(release < Version("0.22"), reason="after a sleep vLLM 0.20 itself finds no block tables")
 def test_texts_are_looked_up_after_a_sleep() -> None:
     with engine("eagle_mrv2", k=K, options=ON, compilation_config=SIZES, enable_sleep_mode=True) as llm:
@@ -59,5 +60,5 @@ def test_what_is_found_is_certain_in_a_graph() -> None:
             return drafts
 
         loop.propose = proposing
-        greedy(llm, PROMPTS, TOKENS, temperature=0.5, seed=3)
+        greedy(llm, PROMPTS, TOKENS, temperature=0.1, seed=3)
     assert found > 10

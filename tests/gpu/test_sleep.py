@@ -40,11 +40,11 @@ def after_sleeps(llm: Any) -> Iterator[int]:
         yield level
 
 
+@pytest.mark.own_process
 @pytest.mark.skipif(release < Version("0.22"), reason="after a sleep vLLM 0.20 itself finds no block tables")
 def test_the_same_drafts_after_a_sleep(tmp_path: Path) -> None:
     prompts = held_out_prompts(5)
     speculative = {"model": str(head_with_a_table_of_its_own(tmp_path))}
-    # vLLM allows for one engine a process that can sleep.
     with engine("eagle_mrv2", speculative=speculative, compilation_config=SIZES, enable_sleep_mode=True) as llm:
         acceptance = Acceptance(llm)
         before = greedy(llm, prompts, TOKENS)
