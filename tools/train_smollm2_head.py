@@ -101,11 +101,10 @@ def most_used(conversations: list[list[int]], count: int) -> Tensor:
 def train_head(target: Target, conversations: list[list[int]], options: argparse.Namespace) -> Eagle3Head:
     """Train a head on windows of the conversations."""
     device, generator = target.norm.weight.device, torch.Generator().manual_seed(0)
-    draft_ids = most_used(conversations, options.draft_vocab).to(device)
-    head = Eagle3Head(target.shape, draft_ids).to(device)
+    head = Eagle3Head(target.shape, most_used(conversations, options.draft_vocab)).to(device)
     with torch.no_grad():  # begin with what the target makes of its last features
         head.norm.weight.copy_(target.norm.weight)
-        head.lm_head.weight.copy_(target.embed_tokens.weight[draft_ids])
+        head.lm_head.weight.copy_(target.embed_tokens.weight[head.draft_ids])
     windows = Windows(conversations, options.length, generator)
 
     def loss() -> Tensor:
