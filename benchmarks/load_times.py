@@ -72,6 +72,7 @@ def main() -> int:
     parser.add_argument("--stock", type=json.loads, default={}, help="for stock's speculative configuration, as JSON")
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="``pip install --no-deps --target FOLDER``")
     parser.add_argument("--control", action="store_true")
+    parser.add_argument("--baseline", action="store_true", help="an engine without speculation, too")
     parser.add_argument("--setting")
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"))
     options = parser.parse_args()
@@ -88,6 +89,7 @@ def main() -> int:
             max_num_seqs=max(options.concurrency),
             verbose=True,
             control=options.control,
+            baseline=options.baseline,
             worker=WORKER,
         )
         try:

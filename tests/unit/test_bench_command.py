@@ -173,8 +173,8 @@ def test_what_the_engines_are_started_with() -> None:
 
 def test_what_either_side_is_given() -> None:
     stock, ours = comparison(options={"draft_quantization": "fp8"}, stock_speculative={"head": "fp8"}).jobs(5)
-    assert [job.speculative_config["method"] for job in (stock, ours)] == ["eagle3", "eagle_mrv2:eagle3"]
-    assert [job.speculative_config.get("head") for job in (stock, ours)] == ["fp8", None]
+    assert [job.method for job in (stock, ours)] == ["eagle3", "eagle_mrv2:eagle3"]
+    assert [(job.speculative_config or {}).get("head") for job in (stock, ours)] == ["fp8", None]
     assert "additional_config" not in stock.overrides
     assert ours.overrides["additional_config"] == {"eagle_mrv2": {"draft_quantization": "fp8"}}
     earlier, later = comparison(before=Path("0.1.0"), stock_speculative={"head": "fp8"}).jobs(5)

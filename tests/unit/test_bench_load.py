@@ -269,15 +269,29 @@ def test_the_control_is_a_second_engine_with_stock() -> None:
     assert compared.names == NAMES
     stock, again, ours = compared.jobs(2)
     assert again == stock
-    assert [job.speculative_config["method"] for job in (stock, ours)] == ["eagle3", "eagle_mrv2:eagle3"]
+    assert [job.method for job in (stock, ours)] == ["eagle3", "eagle_mrv2:eagle3"]
     assert ours.overrides["additional_config"] == {"eagle_mrv2": {"draft_quantization": "fp8"}}
     assert "additional_config" not in stock.overrides
     for job in (stock, ours):
+        assert job.speculative_config is not None
         assert job.speculative_config["rejection_sample_method"] == "synthetic"
         assert job.speculative_config["synthetic_acceptance_rates"] == [0.7, 0.5]
         assert job.arguments["gpu_memory_utilization"] == pytest.approx(0.28)
     assert comparison(control=True, gpu_memory_utilization=0.2).jobs(2)[1].arguments["gpu_memory_utilization"] == 0.2
-    assert "rejection_sample_method" not in comparison().jobs(2)[0].speculative_config
+    assert "rejection_sample_method" not in str(comparison().jobs(2)[0])
+
+
+def test_the_baseline_is_an_engine_without_speculation() -> None:
+    both = comparison(control=True, baseline=True, acceptance=(0.7,), stock_speculative={"greedy": True})
+    assert both.names == (*NAMES[:2], "no speculation", NAMES[2])
+    assert [job.method for job in both.jobs(1)] == ["eagle3", "eagle3", None, "eagle_mrv2:eagle3"]
+    assert both.jobs(1)[2].speculative_config is None
+    assert both.jobs(1)[0].arguments == both.jobs(1)[2].arguments
+    without_control = comparison(baseline=True)
+    assert without_control.names == (NAMES[0], "no speculation", NAMES[2])
+    three = LoadRow(k=1, level=EIGHT, names=without_control.names, rounds=[fast(100), fast(50), fast(110)])
+    assert three.noise is None
+    assert three.verdict == "no control"
 
 
 def test_the_process_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

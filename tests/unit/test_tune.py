@@ -183,7 +183,8 @@ def test_the_engine_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     (setup,) = engine.setups
     (job,) = setup.jobs(engine.ks[0])
     assert (setup.names, setup.worker) == (("eagle_mrv2",), WORKER)
-    assert job.speculative_config["method"] == "eagle_mrv2:eagle"
+    assert job.speculative_config is not None
+    assert job.method == "eagle_mrv2:eagle"
     assert job.speculative_config["num_speculative_tokens"] == 3
     assert "rejection_sample_method" not in job.speculative_config
     assert job.overrides["additional_config"]["eagle_mrv2"] == {"draft_quantization": "fp8", "draft_length": "auto"}
@@ -199,6 +200,7 @@ def test_random_weights_accept_at_random(monkeypatch: pytest.MonkeyPatch) -> Non
     run("--shape", "8b", "--prompt-tokens", "5", "6")
     (setup,) = engine.setups
     (job,) = setup.jobs(5)
+    assert job.speculative_config is not None
     assert job.speculative_config["synthetic_acceptance_rates"] == [0.75, 0.55, 0.4, 0.3, 0.22]
     assert {len(prompt) for prompt in setup.subject.prompts} == {5, 6}
     # With room for all requests.

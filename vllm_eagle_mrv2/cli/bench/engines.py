@@ -107,8 +107,7 @@ class Setup:
         jobs, started = self.jobs(k), []
         with ExitStack() as stack:
             processes = [
-                stack.enter_context(self._process(name, str(job.speculative_config["method"])))
-                for name, job in zip(self.names, jobs, strict=True)
+                stack.enter_context(self._process(name, job.method)) for name, job in zip(self.names, jobs, strict=True)
             ]
             # An engine that sizes its KV cache by the free memory must start while no other engine allocates.
             alone = FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
@@ -160,10 +159,10 @@ class Setup:
         for engine in engines:
             engine.keep_to(cores)
 
-    def _process(self, name: str, method: str) -> EngineProcess:
+    def _process(self, name: str, method: str | None) -> EngineProcess:
         return EngineProcess(self.worker, name, self._environment(name, method), self.verbose)
 
-    def _environment(self, name: str, method: str) -> dict[str, str]:
+    def _environment(self, name: str, method: str | None) -> dict[str, str]:
         """The environment of an engine."""
         variables = environment(method, **({"HF_HUB_OFFLINE": "1"} if self.subject.offline else {}))
         return variables | self.subject.environment(variables)
@@ -172,8 +171,13 @@ class Setup:
         """The jobs of the engines."""
         return (self.job(k, f"{METHOD}:{self.subject.family}", self.options),)
 
-    def job(self, k: int, method: str, options: dict[str, Any]) -> Job:
-        """The job of an engine that drafts ``k`` tokens with a method; ``options`` are those of ``eagle_mrv2``."""
+    def job(self, k: int, method: str, options: dict[str, Any], further: Mapping[str, Any] = {}) -> Job:
+        """The job of an engine that drafts ``k`` tokens with a method.
+
+        Args:
+            options: of ``eagle_mrv2``.
+            further: for the speculative configuration.
+        """
         overrides = dict(self.overrides)
         speculative = {**overrides.pop("speculative_config", {}), "method": method, "num_speculative_tokens": k}
         if self.subject.draft is not None:
@@ -181,6 +185,7 @@ class Setup:
         if self.acceptance:
             speculative["rejection_sample_method"] = "synthetic"
             speculative["synthetic_acceptance_rates"] = list(self.acceptance[:k])
+        speculative.update(further)
         if options:
             overrides["additional_config"] = {**overrides.get("additional_config", {}), OPTIONS_KEY: options}
         fixed = FIXED_KV_CACHE in self.subject.arguments | overrides
@@ -215,12 +220,15 @@ class Comparison(Setup):
     disable: list[str] = field(default_factory=list)
     control: bool = False
     """Start the engine to compare against twice, to see by how much two equal engines differ."""
+    baseline: bool = False
+    """Start an engine without speculation, too."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the engines."""
         against, ours = self._names
-        return (against, f"{against} again", ours) if self.control else (against, ours)
+        again, baseline = (f"{against} again",), ("no speculation",)
+        return (against, *(again if self.control else ()), *(baseline if self.baseline else ()), ours)
 
     @property
     def _names(self) -> tuple[str, str]:
@@ -236,11 +244,11 @@ class Comparison(Setup):
         if self.against_ours or self.before is not None:
             against, last = self.job(k, ours, reduced), self.job(k, ours, self.options)
         else:
-            against, last = self.job(k, self.subject.family, {}), self.job(k, ours, reduced)
-            against.speculative_config.update(self.stock_speculative)
-        return (against, against, last) if self.control else (against, last)
+            against, last = self.job(k, self.subject.family, {}, self.stock_speculative), self.job(k, ours, reduced)
+        baseline = against.model_copy(update={"speculative_config": None})
+        return (against, *((against,) if self.control else ()), *((baseline,) if self.baseline else ()), last)
 
-    def _environment(self, name: str, method: str) -> dict[str, str]:
+    def _environment(self, name: str, method: str | None) -> dict[str, str]:
         variables = super()._environment(name, method)
         if name != METHOD and self.before is not None:
             variables["PYTHONPATH"] = _ahead_of_path(variables, str(self.before.resolve()))

@@ -18,7 +18,8 @@ class Job(BaseModel):
     """The engine to start.  The worker answers with `Started`."""
 
     model: str
-    speculative_config: dict[str, Any]
+    speculative_config: dict[str, Any] | None
+    """None for no speculation."""
     arguments: dict[str, Any]
     """Arguments for ``LLM``, which the worker reduces on a CPU."""
     overrides: dict[str, Any]
@@ -26,6 +27,11 @@ class Job(BaseModel):
     prompts: list[str] | list[list[int]]
     """Texts or token ids; a batch takes as many as it needs, starting with the first."""
     ignore_eos: bool
+
+    @property
+    def method(self) -> str | None:
+        """The method that drafts; None for no speculation."""
+        return None if self.speculative_config is None else str(self.speculative_config["method"])
 
 
 class Started(BaseModel):

@@ -72,6 +72,7 @@ def bench_load(
     control: Annotated[
         bool, typer.Option(help="Start a second engine with stock's method, to see what a difference is worth.")
     ] = True,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Start an engine without speculation, too.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End texts at their end of sequence.")] = False,
     prompts: arguments.Prompts = None,
     max_model_len: arguments.MaxModelLen = None,
@@ -106,6 +107,7 @@ def bench_load(
                 ignore_eos=not stop_at_eos,
                 verbose=verbose,
                 control=control,
+                baseline=baseline,
                 worker=WORKER,
             )
             traffic = Traffic(output_tokens, temperature, top_p, requests)

@@ -124,7 +124,7 @@ class LoadRow(BaseModel):
     @property
     def noise(self) -> float | None:
         """By how much the control differs from the first engine, which is of the same kind; None without a control."""
-        return abs(self.gain(1).median - 1) if len(self.names) > 2 else None
+        return abs(self.gain(1).median - 1) if self.names[1] == f"{self.names[0]} again" else None
 
     @property
     def verdict(self) -> str:
