@@ -130,6 +130,7 @@ _env_install_package() {
   local keep=()
   if [[ $EAGLE_MRV2_STACK == cpu ]]; then keep=(--constraint "$_env_root/ci/requirements-cpu.txt"); fi
   _env_pip "${keep[@]}" --editable "${_env_root}[docs,lint,test]" "${TOOLS[@]}"
+  _env_pip --no-deps --editable "$_env_root/pairs/smollm2"
 }
 
 _env_make() {
@@ -146,7 +147,7 @@ _env_make() {
     "$base" -m venv "$_env_dir"
   fi
   _env_once stack _env_install_stack "$_env_root/ci/requirements-cpu.txt" "$_env_root"/ci/triton_cpu/*.* "$_env_root"/ci/triton_cpu/*/*.py
-  _env_once package _env_install_package "$_env_root/pyproject.toml"
+  _env_once package _env_install_package "$_env_root"{,/pairs/smollm2}/pyproject.toml
   if [[ ${EAGLE_MRV2_VLLM:-$CPU_VLLM} != "$CPU_VLLM" ]]; then _env_unpack_release "$EAGLE_MRV2_VLLM"; fi
   exec {_env_lock}>&-
 }

@@ -4,7 +4,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source ci/env.sh
 
-sources=(vllm_eagle_mrv2 tests ci tools benchmarks)
+sources=(vllm_eagle_mrv2 pairs tests ci tools benchmarks)
 echo "[test] ruff and mypy"
 "$PYTHON" -m ruff check --quiet "${sources[@]}"
 "$PYTHON" -m ruff format --check --quiet "${sources[@]}"

@@ -1,12 +1,13 @@
 """Train an EAGLE-3 head for SmolLM2-135M-Instruct on what the target itself writes.
 
-    python tools/smollm2.py --out FOLDER/target
+    python -m vllm_eagle_mrv2_smollm2 --out FOLDER
     python tools/train_smollm2_head.py answers --target FOLDER/target --out FOLDER/texts.json
-    python tools/train_smollm2_head.py train --target FOLDER/target --texts FOLDER/texts.json --out FOLDER/eagle3
+    python tools/train_smollm2_head.py train --target FOLDER/target --texts FOLDER/texts.json --out FOLDER/trained
+    python tools/train_smollm2_head.py pack --head FOLDER/trained
 
 `answers` has vLLM write the target's answers to the prompts of smollm2_prompts.py, greedily and sampled. `train` rolls
 the head out as it drafts (see train_demo_pair.py), over a draft vocabulary of the tokens that the answers use most, and
-prints the acceptance on held-out prompts by kind.
+prints the acceptance on held-out prompts by kind. `pack` puts the head into the distribution pairs/smollm2.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     answers, training = commands.add_parser("answers"), commands.add_parser("train")
+    commands.add_parser("pack").add_argument("--head", type=Path, required=True)
     for command in (answers, training):
         command.add_argument("--target", type=Path, required=True)
         command.add_argument("--out", type=Path, required=True)
@@ -155,6 +157,12 @@ def main() -> None:
     training.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB_SIZE)
     training.add_argument("--measured", type=int, default=12, help="held-out prompts of each kind")
     options = parser.parse_args()
+    if options.command == "pack":
+        from vllm_eagle_mrv2_smollm2 import HEAD
+        from vllm_eagle_mrv2_smollm2.head import pack
+
+        pack(options.head, HEAD)
+        return
     if options.command == "answers":
         written = write_answers(str(options.target), options.limit, options.max_tokens, options.engine)
         options.out.write_text(json.dumps(written))

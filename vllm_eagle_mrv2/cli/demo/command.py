@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import json
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from vllm_eagle_mrv2.cli.demo.pair import PAIR, load_prompts, require_vllm
+from vllm_eagle_mrv2.cli.bench.arguments import Options, method_options
+from vllm_eagle_mrv2.cli.demo.pair import PairName, load_pair, require_vllm
 from vllm_eagle_mrv2.cli.demo.report import FamilyReport, print_reports, to_json
 from vllm_eagle_mrv2.cli.demo.types import Job, Measurement
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
 from vllm_eagle_mrv2.cli.errors import CommandError, reported
 from vllm_eagle_mrv2.cli.progress import OnProgress, Track, progress
 from vllm_eagle_mrv2.config.method import METHOD
+from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 
 _NO_FLOAT32 = "No valid attention backend"
 
@@ -49,12 +51,16 @@ class Dtype(str, Enum):
 
 
 def demo(
-    family: Annotated[Family, typer.Option(help="Which head drafts.")] = Family.eagle,
-    num_speculative_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens an iteration (K).")] = 3,
+    pair: Annotated[PairName, typer.Option(help="smollm2: of pairs/smollm2, with eagle3.")] = PairName.packaged,
+    family: Annotated[Family | None, typer.Option(help="Which head (default: eagle; for smollm2 eagle3).")] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Draft tokens an iteration, K (default: 3; for smollm2 5).")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate for each prompt.")] = 64,
     num_prompts: Annotated[int, typer.Option(min=1, help="How many of the held-out prompts, as one batch.")] = 4,
     model: Annotated[str | None, typer.Option(metavar="PATH", help="Target model instead of the packaged one.")] = None,
     draft: Annotated[str | None, typer.Option(metavar="PATH", help="EAGLE head instead of the packaged one.")] = None,
+    option: Options = "{}",
     dtype: Annotated[Dtype, typer.Option(help="auto: float32 where there is attention for it.")] = Dtype.auto,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1.0, help="As in vLLM.")] = 0.3,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -67,18 +73,24 @@ def demo(
     """
     errors = Console(stderr=True)
     with reported(errors, as_json=json_output):
-        families = _families(family, model, draft)
+        require_vllm()
+        families = _families(pair, family, model, draft)
+        options = method_options(option, [])
+        with errors.status("preparing the models"):
+            chosen = load_pair(pair)
         job = Job(
-            model=model or str(PAIR / "target"),
+            model=model or str(chosen.target),
             speculative_config=None,
-            prompts=load_prompts()[:num_prompts],
+            prompts=chosen.prompts[:num_prompts],
+            chat=chosen.chat,
             max_tokens=max_tokens,
             dtype=Dtype.float32.value if dtype is Dtype.auto else dtype.value,
             gpu_memory_utilization=gpu_memory_utilization,
         )
-        drafts = {name: draft or str(PAIR / name) for name in families}
+        drafts = {name: draft or str(chosen.heads[name]) for name in families}
+        k = num_speculative_tokens or chosen.num_speculative_tokens
         with progress(errors, live=not verbose, quiet=json_output) as track:
-            reports = _run_all(job, drafts, num_speculative_tokens, track, verbose, fall_back=dtype is Dtype.auto)
+            reports = _run_all(job, drafts, k, options, track, verbose, fall_back=dtype is Dtype.auto)
     if json_output:
         typer.echo(json.dumps(to_json(reports), indent=2))
     else:
@@ -86,8 +98,14 @@ def demo(
     raise typer.Exit(0 if all(report.passed for report in reports) else 1)
 
 
-def _families(family: Family, model: str | None, draft: str | None) -> list[str]:
-    require_vllm()
+def _families(pair: PairName, family: Family | None, model: str | None, draft: str | None) -> list[str]:
+    if pair is PairName.smollm2:
+        if model is not None or draft is not None:
+            raise CommandError("--pair smollm2 has a target and a head: leave out --model and --draft.", 2)
+        if family not in (None, Family.eagle3):
+            raise CommandError("--pair smollm2 has a head of the family eagle3 only: leave out --family.", 2)
+        return ["eagle3"]
+    family = family or Family.eagle
     if model is not None and draft is None:
         raise CommandError("--model needs --draft, an EAGLE head that was trained for it.", 2)
     if draft is not None and family is Family.both:
@@ -99,7 +117,13 @@ def _families(family: Family, model: str | None, draft: str | None) -> list[str]
 
 
 def _run_all(
-    job: Job, drafts: dict[str, str], num_speculative_tokens: int, track: Track, verbose: bool, fall_back: bool
+    job: Job,
+    drafts: dict[str, str],
+    num_speculative_tokens: int,
+    options: dict[str, Any],
+    track: Track,
+    verbose: bool,
+    fall_back: bool,
 ) -> list[FamilyReport]:
     """Run the baseline once, and both methods for every family.
 
@@ -107,6 +131,7 @@ def _run_all(
         job: the baseline's job.
         drafts: family -> path of its head.
         num_speculative_tokens: K.
+        options: of ``eagle_mrv2``.
         track: makes a progress bar.
         verbose: show vLLM's log on stderr.
         fall_back: whether to use bfloat16 if float32 has no attention backend.
@@ -114,10 +139,12 @@ def _run_all(
 
     def run(name: str, method: str | None = None, head: str | None = None) -> Measurement:
         config = {"method": method, "model": head, "num_speculative_tokens": num_speculative_tokens}
+        changed = {
+            "speculative_config": config if method else None,
+            "additional_config": {OPTIONS_KEY: options} if method == METHOD else {},
+        }
         on_tokens = track(name, len(job.prompts) * job.max_tokens)
-        return _run_engine(
-            job.model_copy(update={"speculative_config": config if method else None}), on_tokens, verbose
-        )
+        return _run_engine(job.model_copy(update=changed), on_tokens, verbose)
 
     try:
         baseline = run("without speculation")

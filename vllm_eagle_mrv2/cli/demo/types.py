@@ -12,7 +12,9 @@ class Job(BaseModel):
 
     model: str
     speculative_config: dict[str, Any] | None
+    additional_config: dict[str, Any] = {}
     prompts: list[str]
+    chat: bool = False
     max_tokens: int
     dtype: str
     gpu_memory_utilization: float

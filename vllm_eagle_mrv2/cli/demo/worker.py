@@ -30,6 +30,7 @@ def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
     llm = vllm.LLM(
         model=job.model,
         speculative_config=job.speculative_config,
+        additional_config=job.additional_config,
         dtype=job.dtype,
         max_model_len=PROMPT_ROOM + job.max_tokens,
         max_num_seqs=len(job.prompts),
@@ -39,11 +40,12 @@ def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
         disable_log_stats=False,
         seed=0,
     )
-    _generate(llm, job.prompts, min(job.max_tokens, WARM_UP_TOKENS), lambda tokens: None)
+    prompts = prompt_ids(llm.get_tokenizer(), job)
+    _generate(llm, prompts, min(job.max_tokens, WARM_UP_TOKENS), lambda tokens: None)
     on_progress(0)
     before = read_counters()
     began = time.perf_counter()
-    outputs, iterations = _generate(llm, job.prompts, job.max_tokens, on_progress)
+    outputs, iterations = _generate(llm, prompts, job.max_tokens, on_progress)
     seconds = time.perf_counter() - began
     counted = counted_since(before)
     return Measurement(
@@ -59,17 +61,26 @@ def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
     )
 
 
+def prompt_ids(tokenizer: Any, job: Job) -> list[list[int]]:
+    """Token ids of the prompts; of requests to an assistant, up to where its answer begins."""
+    if not job.chat:
+        return [tokenizer.encode(prompt) for prompt in job.prompts]
+    requests = [[{"role": "user", "content": prompt}] for prompt in job.prompts]
+    template = tokenizer.apply_chat_template
+    return [template(request, add_generation_prompt=True, return_dict=False) for request in requests]
+
+
 def _generate(
-    llm: Any, prompts: list[str], max_tokens: int, on_progress: Callable[[int], None]
+    llm: Any, prompts: list[list[int]], max_tokens: int, on_progress: Callable[[int], None]
 ) -> tuple[list[Any], int]:
     """The outputs in the order of the prompts, and the number of engine iterations that they took."""
     from vllm import SamplingParams
 
-    engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
+    engine = llm.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     for index, prompt in enumerate(prompts):
         # The prompt form that LLM.generate uses; generate() itself would report a request only when it is finished.
-        engine.add_request(str(index), {"type": "token", "prompt_token_ids": tokenizer.encode(prompt)}, params)
+        engine.add_request(str(index), {"type": "token", "prompt_token_ids": prompt}, params)
     latest: dict[int, Any] = {}
     iterations = 0
     while engine.has_unfinished_requests():

