@@ -29,14 +29,17 @@ def recorded_lookups(llm: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def continuation(text: list[int], first: int, length: int) -> list[int]:
-    """What followed where the text was as it is at its end, over the longest stretch; nothing if it was nowhere."""
+    """What followed where the text was as it is at its end, over the longest stretch; nothing if it was nowhere.
+
+    A short stretch counts only where the first draft followed it.
+    """
     matches = []
     for place in range(1, len(text)):
         same = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(text[place - 1 :: -1], text[::-1], strict=False)
         )
         matched = min(len(list(same)), lookup.MOST_MATCH)
-        if text[place] == first and matched >= lookup.LEAST_MATCH:
+        if matched >= (lookup.LEAST_MATCH if text[place] == first else lookup.SURE_MATCH):
             matches.append((matched, place))
     if not matches:
         return []

@@ -53,11 +53,15 @@ def test_sampled_output_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> N
         for row, request in enumerate(buffers.idx_mapping[:num_rows].tolist()):
             places = torch.randint(max(int(texts.lengths[request]), 1), texts.found.shape[1:], generator=draw)
             texts.found[row] = texts.tokens[request, places]
+            if places[0] % 2:
+                buffers.draft_tokens[row, 0] = buffers.input_ids[row] = texts.found[row, 0]
+            else:
+                texts.found[row, 0] = -1  # the first draft stays the head's
 
     monkeypatch.setattr(loop, "look_up_drafts", find)
     check_follows_the_target(sampled_and_ranks(ON, prompts=32))
 
 
-def test_a_single_draft_has_nothing_to_follow_it() -> None:
-    with pytest.raises(Exception, match="num_speculative_tokens=1"), engine("eagle_mrv2", k=1, options=ON):
-        pass
+def test_a_single_draft(plain: list[list[int]]) -> None:
+    with engine("eagle_mrv2", k=1, options=ON) as llm:
+        check(llm, PROMPTS, plain)

@@ -12,6 +12,7 @@ import torch
 from vllm_eagle_mrv2.batch.buffers import DraftBuffers, Lookup
 from vllm_eagle_mrv2.kernels.lookup import (
     MOST_MATCH,
+    SURE_MATCH,
     look_up_drafts,
     look_up_drafts_reference,
     store_found_logits,
@@ -36,7 +37,7 @@ def batch_of(
     states = len(texts) + 2
     tokens = torch.full((states, max_len), 7, dtype=torch.int32, device=DEVICE)  # what an earlier request left
     lengths = torch.full((states,), max_len, dtype=torch.int32, device=DEVICE)
-    buffers = poisoned(len(texts) + 1, 8, num_draft_tokens=k, idx_dtype=idx_dtype)
+    buffers = poisoned(len(texts) + 1, len(texts) + 8, num_draft_tokens=k, idx_dtype=idx_dtype)
     for row, text in enumerate(texts):
         request = states - 1 - row
         tokens[request, : len(text)] = ints(text)
@@ -50,15 +51,16 @@ def batch_of(
 def found(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> list[list[int]]:
     """What the kernel finds, twice, and its reference."""
     lookup.found.fill_(99)
-    look_up_drafts_reference(buffers, lookup, num_rows)
-    expected, before = lookup.found.tolist(), clone(buffers)
+    after = clone(buffers)
+    look_up_drafts_reference(after, lookup, num_rows)
+    expected = lookup.found.tolist()
     for _ in range(2):
         lookup.found.fill_(99)
         look_up_drafts(buffers, lookup, num_rows)
         assert lookup.found.tolist() == expected
         assert not lookup.best.any()
         assert not lookup.arrived.any()
-    assert_same(buffers, before)
+        assert_same(buffers, after)
     assert expected[num_rows:] == [[99] * lookup.found.shape[1]] * (len(expected) - num_rows)
     return expected[:num_rows]
 
@@ -80,7 +82,32 @@ EXAMPLES = {
 
 @pytest.mark.parametrize(("text", "first", "drafts"), EXAMPLES.values(), ids=EXAMPLES)
 def test_examples(text: list[int], first: int, drafts: list[int]) -> None:
-    assert found(*batch_of([text], [first]), 1) == [drafts]
+    """No match is so long that it would replace the first draft."""
+    buffers, lookup = batch_of([text], [first])
+    assert found(buffers, lookup, 1) == [[NONE, *drafts[1:]]]
+    assert buffers.draft_tokens[0, 0] == first
+
+
+@pytest.mark.parametrize("first", [9, 5])
+@pytest.mark.parametrize("matched", [SURE_MATCH - 1, SURE_MATCH, MOST_MATCH])
+def test_a_sure_match_replaces_the_first_draft(matched: int, first: int) -> None:
+    """A shorter one counts only if it agrees."""
+    end = list(range(100, 100 + matched))
+    buffers, lookup = batch_of([[1, *end, 9, 90, 91, 2, *end]], [first])
+    buffers.input_ids[0] = first
+    sure = matched >= SURE_MATCH
+    rest = [90, 91, 2] if sure or first == 9 else [NONE] * 3
+    assert found(buffers, lookup, 1) == [[9 if sure else NONE, *rest]]
+    assert buffers.draft_tokens[0, 0] == buffers.input_ids[0] == (9 if sure else first)
+
+
+def test_the_longest_match_is_sure_whatever_another_says() -> None:
+    """Of two places, the one that agrees with the first draft matches by fewer tokens."""
+    end = list(range(100, 110))
+    text = [*end, 9, 90, 91, *end[-5:], 7, 70, 71, *end]
+    assert found(*batch_of([text], [7]), 1) == [[9, 90, 91, 105]]
+    shorter = [*end[-7:], 9, 90, 91, *end[-5:], 7, 70, 71, *end]
+    assert found(*batch_of([shorter], [7]), 1) == [[NONE, 70, 71, 100]]
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 7])
@@ -88,7 +115,7 @@ def test_examples(text: list[int], first: int, drafts: list[int]) -> None:
 def test_every_row_has_its_own_text(k: int, idx_dtype: torch.dtype) -> None:
     texts, firsts, drafts = zip(*EXAMPLES.values(), strict=True)
     rows = found(*batch_of(texts, firsts, k=k, idx_dtype=idx_dtype), len(texts))
-    assert [row[:4] for row in rows] == [each[:k] for each in drafts]
+    assert [row[1:4] for row in rows] == [each[1:k] for each in drafts]
 
 
 @pytest.mark.parametrize(("earlier", "drafts"), [(MOST_MATCH, [90, 91]), (MOST_MATCH + 1, [92, 93])])
@@ -108,7 +135,7 @@ def test_padding_finds_nothing() -> None:
     buffers.idx_mapping[:4] = ints([3, 2, 1, 0])
     buffers.live_reqs.fill_(3)
     buffers.idx_mapping[1] = -1
-    nothing, something = [NONE] * 4, [5, 6, 5, 6]
+    nothing, something = [NONE] * 4, [NONE, 6, 5, 6]
     assert found(buffers, lookup, 4) == [something, nothing, something, nothing]
 
 
@@ -124,7 +151,7 @@ def test_long_texts(length: int) -> None:
         texts.append(text)
         firsts.append(3)
     rows = found(*batch_of(texts, firsts, max_len=length), len(texts))
-    assert [row[:2] for row in rows] == [[3, 4]] * len(texts)
+    assert [row[:2] for row in rows] == [[NONE, 4]] * len(texts)
 
 
 def test_texts_of_few_tokens() -> None:
@@ -133,7 +160,8 @@ def test_texts_of_few_tokens() -> None:
     texts = [[draw.randrange(choices) for _ in range(draw.randrange(60))] for choices in (1, 2, 2, 2, 3, 3, 3) * 8]
     firsts = [draw.randrange(3) for _ in texts]
     rows = found(*batch_of(texts, firsts, k=5), len(texts))
-    assert 10 < sum(row[0] >= 0 for row in rows) < 50
+    assert 10 < sum(row[1] >= 0 for row in rows) < 50
+    assert 5 < sum(row[0] >= 0 for row in rows) < 40
     assert max(map(len, texts)) > 2 * MOST_MATCH
 
 
@@ -158,18 +186,19 @@ def test_what_is_found_replaces_drafts(step: int) -> None:
     assert_same(actual, without)  # nothing else differs
 
 
-@pytest.mark.parametrize("step", [1, 3, 4], ids="step {}".format)
+@pytest.mark.parametrize("steps_ago", [0, 1])
+@pytest.mark.parametrize("step", [0, 1, 3, 4], ids="step {}".format)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [60, 4096, 5000])
-def test_what_is_found_is_certain(step: int, dtype: torch.dtype, vocab_size: int) -> None:
+def test_what_is_found_is_certain(step: int, steps_ago: int, dtype: torch.dtype, vocab_size: int) -> None:
     """Of four requests, one found nothing, one is padding, and the batch has another order than the states."""
     buffers, lookup = batch_of([[1]] * 4, [1] * 4)
     buffers.idx_mapping[2] = -1
-    buffers.draft_step.fill_(step)
+    buffers.draft_step.fill_(step + steps_ago)
     lookup.found[:4] = torch.tensor([[7] * 4, [NONE] * 4, [7] * 4, [10, 20, 30, vocab_size - 1]])
     expected = torch.randn(6, 4, vocab_size, device=DEVICE).to(dtype)
     lookup = replace(lookup, draft_logits=expected.clone())
-    store_found_logits(buffers, lookup, 4)
+    store_found_logits(buffers, lookup, 4, steps_ago)
     assert lookup.draft_logits is not None
     if step < 4:
         for request, token in ((5, 7), (2, lookup.found[3, step])):
@@ -177,5 +206,5 @@ def test_what_is_found_is_certain(step: int, dtype: torch.dtype, vocab_size: int
             expected[request, step, token] = 0
     torch.testing.assert_close(lookup.draft_logits, expected, rtol=0, atol=0)
     reference = replace(lookup, draft_logits=expected.clone())
-    store_found_logits_reference(buffers, reference, 4)
+    store_found_logits_reference(buffers, reference, 4, steps_ago)
     torch.testing.assert_close(reference.draft_logits, expected, rtol=0, atol=0)

@@ -101,11 +101,6 @@ class Drafter:
         self.options = settings.options
         if not linear.named_in_caches(stock.vllm_config):
             self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # reported by a warning
-        if self.options.lookup_drafts and stock.num_speculative_steps == 1:
-            raise EagleMRV2Error(
-                "lookup_drafts finds what follows the first draft, and num_speculative_tokens=1 asks for no more; ask "
-                "for more, or leave lookup_drafts out."
-            )
         self.adapter = adapter_class(stock, self.options, asked)
         self.loop = loop_class(self.options)(
             self.adapter,

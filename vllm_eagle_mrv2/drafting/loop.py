@@ -214,6 +214,8 @@ class DraftLoop:
         )
         if self.lookup is not None:
             look_up_drafts(buffers, self.lookup, num_reqs)
+            if self.lookup.draft_logits is not None:
+                store_found_logits(buffers, self.lookup, num_reqs, steps_ago=1)
 
     def _reading(self, inputs: ForwardInputs, *, drafts: bool) -> AbstractContextManager[None]:
         """Context of a draft prefill, after which at most the hidden state of each request's last token is read."""
