@@ -13,7 +13,7 @@ from vllm_eagle_mrv2.cli.load.types import MEDIANS
 
 pytestmark = pytest.mark.engine
 
-K, CONCURRENCY, REQUESTS, ROUNDS = 2, 3, 8, 2
+K, CONCURRENCY, RATE, REQUESTS, ROUNDS = 2, 3, 20, 8, 2
 FEWEST, MOST = 6, 12  # tokens of a request
 SHARES = (0.7, 0.4)
 NAMES = ("stock", "stock again", "eagle_mrv2")
@@ -23,24 +23,36 @@ NAMES = ("stock", "stock again", "eagle_mrv2")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
     """One run of the command, and its JSON."""
     file = tmp_path_factory.mktemp("load") / "load.json"
-    load = ["--concurrency", CONCURRENCY, "--requests", REQUESTS, "--output-tokens", FEWEST, MOST, "--rounds", ROUNDS]
+    load = [
+        "--concurrency",
+        CONCURRENCY,
+        "--rate",
+        RATE,
+        "--requests",
+        REQUESTS,
+        "--output-tokens",
+        FEWEST,
+        MOST,
+        "--rounds",
+        ROUNDS,
+    ]
     result = CliRunner().invoke(
-        app, ["bench-load", *map(str, [*load, "-k", K, "--acceptance", *SHARES, "--json", file])]
+        app, ["bench-load", *map(str, [*load, "--rounds", ROUNDS, "-k", K, "--acceptance", *SHARES, "--json", file])]
     )
     assert file.exists(), result.output
     return result, json.loads(file.read_text())
 
 
 def test_measures_three_engines(finished: tuple[Any, dict[str, Any]]) -> None:
-    (row,) = finished[1]["rows"]
+    row, open_loop = finished[1]["rows"]
     assert (row["k"], row["concurrency"], row["decided_by"]) == (K, CONCURRENCY, "tokens_per_second")
+    assert (open_loop["k"], open_loop["rate"], open_loop["decided_by"]) == (K, RATE, "tpot_p50_ms")
     assert tuple(row["rounds"]) == tuple(row["medians"]) == NAMES
     for name in NAMES:
         assert row["medians"][name].keys() == set(MEDIANS)
         assert len(row["rounds"][name]) == ROUNDS
         for measured in row["rounds"][name]:
-            # Without the requests in flight at either end.
-            assert 0 < measured["num_tokens"] <= (REQUESTS - 1) * MOST
+            assert FEWEST < measured["num_tokens"] < (REQUESTS + CONCURRENCY) * MOST
             assert measured["tokens_per_second"] == pytest.approx(measured["num_tokens"] / measured["seconds"])
             assert 0 < measured["ttft_p50_ms"] <= measured["ttft_p99_ms"]
             assert measured["tpot_p50_ms"] > 0
@@ -52,8 +64,8 @@ def test_measures_three_engines(finished: tuple[Any, dict[str, Any]]) -> None:
 
 
 def test_all_engines_accept_the_same(finished: tuple[Any, dict[str, Any]]) -> None:
-    """Acceptance at random follows the seeds of the requests."""
-    (row,) = finished[1]["rows"]
+    """Acceptance at random follows the seeds of the requests, all of which an open loop sees from first to last."""
+    _, row = finished[1]["rows"]
     stock, again, ours = ([one["accepted_length"] for one in row["rounds"][name]] for name in NAMES)
     assert stock == again == ours
     assert all(1 < length < K + 1 for length in stock)
@@ -61,11 +73,12 @@ def test_all_engines_accept_the_same(finished: tuple[Any, dict[str, Any]]) -> No
 
 def test_says_what_it_found(finished: tuple[Any, dict[str, Any]]) -> None:
     result, found = finished
-    (row,) = found["rows"]
+    verdicts = [row["verdict"] for row in found["rows"]]
     assert result.exit_code == (0 if found["passed"] else 1), result.output
     assert found["error"] is None
-    assert found["passed"] is not row["verdict"].startswith("none")
-    assert row["verdict"] in " ".join(result.stdout.split())
+    assert found["passed"] is not any(verdict.startswith("none") for verdict in verdicts)
+    shown = " ".join(result.stdout.split())
+    assert all(verdict in shown for verdict in verdicts)
     assert found["versions"].keys() == {"vllm", "eagle_mrv2", "python", "torch", "triton"}
     assert found["versions"]["vllm"] in result.stdout
     assert found["options"]["output_tokens"] == [FEWEST, MOST]

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import statistics
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -21,7 +22,7 @@ from vllm_eagle_mrv2.cli import app
 from vllm_eagle_mrv2.cli.bench import engines
 from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
-from vllm_eagle_mrv2.cli.bench.types import Started
+from vllm_eagle_mrv2.cli.bench.types import Job, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.command import WORKER
@@ -181,7 +182,7 @@ def test_what_the_options_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (given.control, given.ignore_eos, given.worker) == (True, False, WORKER)
     assert (given.max_num_seqs, list(given.acceptance)) == (100, [0.5, 0.5, 0.2])
     load = fakes.asked[0][1]
-    assert (load.concurrency, load.temperature, load.top_p, len(load.requests)) == (8, 0.5, 0.9, 200)
+    assert (load.concurrency, load.temperature, load.top_p, len(load.requests)) == (8, 0.5, 0.9, 8 + 1 + 200)
     assert {one.max_tokens for one in load.requests} == {3, 4}
 
 
@@ -196,7 +197,7 @@ def test_random_weights_accept_at_random(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (random.max_num_seqs, random.ignore_eos) == (64, True)
 
 
-@pytest.mark.parametrize(("started", "given", "rounds"), [(H200, [], 9), (CPU, [], 2), (CPU, ["--rounds", "3"], 3)])
+@pytest.mark.parametrize(("started", "given", "rounds"), [(H200, [], 15), (CPU, [], 2), (CPU, ["--rounds", "3"], 3)])
 def test_how_many_rounds(started: Started, given: list[str], rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_engines(monkeypatch, taken(), taken(), started=started)
     (only,) = json.loads(run(*given, "--json", "-").stdout)["rows"]
@@ -231,21 +232,23 @@ def test_requests_arrive_as_a_poisson_process() -> None:
 @pytest.mark.parametrize(
     ("given", "level", "requests"),
     [
-        (None, Level(concurrency=1), 12),
-        (None, Level(concurrency=8), 32),
+        (None, Level(concurrency=1), 2),
+        (None, Level(concurrency=8), 4),
         (None, Level(rate=0.1), 12),
         (None, Level(rate=4.0), 120),
         (50, Level(concurrency=8), 50),
-        (50, Level(concurrency=32), 64),
+        (1, Level(concurrency=8), 1),
         (50, Level(rate=4.0), 50),
-        (1, Level(concurrency=1), 3),
         (1, Level(rate=4.0), 3),
     ],
 )
 def test_requests_of_a_round(given: int | None, level: Level, requests: int) -> None:
     traffic = Traffic(requests=given)
     assert traffic.requests_of(level) == requests
-    assert len(traffic.load(level, 1).requests) == requests
+    filling, going_on = (traffic.load(level, 1, fills=fills) for fills in (True, False))
+    assert (filling.fills, going_on.fills) == (True, False)
+    assert len(going_on.requests) == requests
+    assert len(filling.requests) - requests == (0 if level.concurrency is None else level.concurrency + 1)
 
 
 def test_random_prompts() -> None:
@@ -310,95 +313,158 @@ def test_three_engines_take_turns() -> None:
     loads = [load for _, load in asked]
     assert all(load == loads[3 * (place // 3)] for place, load in enumerate(loads))
     assert len({load.model_dump_json() for load in loads}) == 4
+    assert [load.fills for load in loads[::3]] == [True, False, False, False]
     assert measured == LoadRow(k=2, level=Level(concurrency=2), names=names, rounds=[[one] * 3 for one in answers])
     assert done == [1, 2, 3]
 
 
-def serve(load: Load, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int], list[Served]]:
-    """The prompts as they were sent, how many requests were in flight then, and all requests."""
-    engine = LoadEngine.__new__(LoadEngine)
-    prompts: list[int] = []
-    in_flight: list[int] = []
-    running = 0
+class FakeEngine:
+    """Gives each request an output of one token every ``step`` seconds, unless it is paused."""
 
-    async def generate(load: Load, request: Request, served: list[Served]) -> None:
-        nonlocal running
-        served.append(Served(asyncio.get_running_loop().time()))
-        running += 1
-        prompts.append(request.prompt)
-        in_flight.append(running)
-        await asyncio.sleep(request.max_tokens / 1000)
-        running -= 1
+    def __init__(self, step: float = 0.001) -> None:
+        self.step, self.running, self.dead = step, asyncio.Event(), False
+        self.asked: list[tuple[Any, Any, str]] = []
+        self.in_flight: list[int] = []
+        self.aborted = self.live = self.pauses = 0
 
-    monkeypatch.setattr(engine, "_generate", generate)
-    return prompts, in_flight, asyncio.run(engine._serve(load))
-
-
-def test_each_request_that_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Traffic(output_tokens=(1, 30), requests=10).load(Level(concurrency=3), 1)
-    prompts, in_flight, _ = serve(load, monkeypatch)
-    assert prompts == [request.prompt for request in load.requests]
-    assert in_flight == [1, 2] + [3] * 8
-
-
-def test_requests_at_a_rate_do_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [Request(prompt=number, max_tokens=400, seed=1, arrives=number / 20) for number in range(5)]
-    load = Load(requests=requests, concurrency=None, temperature=0, top_p=1)
-    prompts, in_flight, served = serve(load, monkeypatch)
-    assert (prompts, in_flight) == ([0, 1, 2, 3, 4], [1, 2, 3, 4, 5])
-    assert served[4].sent - served[0].sent > 0.1
-
-
-def test_what_a_request_asks_for() -> None:
-    pytest.importorskip("vllm")
-    asked: list[tuple[Any, Any, str]] = []
-
-    class Engine:
-        async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
-            asked.append((prompt, params, request_id))
-            for tokens in ([], [1], [2, 3]):
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append((prompt, params, request_id))
+        self.live += 1
+        self.in_flight.append(self.live)
+        try:
+            for tokens in [[], *([number] for number in range(params.max_tokens))]:
+                await self.running.wait()
+                if self.dead:
+                    raise RuntimeError("the engine died")
+                await asyncio.sleep(self.step)
                 yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.live -= 1
 
-    engine = LoadEngine.__new__(LoadEngine)
-    given: Any = {"_engine": Engine(), "_prompts": ["text", [7, 8]], "_ignore_eos": True, "_rounds": 4}
-    vars(engine).update(given)
-    requests = [Request(prompt=2 + place, max_tokens=5 + place, seed=11 + place, arrives=0) for place in range(2)]
-    served = asyncio.run(engine._serve(Load(requests=requests, concurrency=1, temperature=0.5, top_p=0.9)))
-    assert [prompt for prompt, _, _ in asked] == ["text", {"prompt_token_ids": [7, 8]}]
-    assert len({request_id for _, _, request_id in asked}) == 2
-    for params, request in zip((params for _, params, _ in asked), requests, strict=True):
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.running.clear()
+        self.pauses += 1
+        await asyncio.sleep(0.02)
+
+    async def resume_generation(self) -> None:
+        self.running.set()
+
+
+Live = tuple[LoadEngine, FakeEngine]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    """An engine under load whose vLLM is a fake."""
+    pytest.importorskip("vllm")
+    fake = FakeEngine()
+
+    async def start(job: Job) -> FakeEngine:
+        return fake
+
+    monkeypatch.setattr(LoadEngine, "_start", staticmethod(start))
+    job = Job(model="x", speculative_config=None, arguments={}, overrides={}, prompts=[[5], [7, 8]], ignore_eos=True)
+    engine = LoadEngine(job)
+    yield engine, fake
+    engine._loop.run_until_complete(engine._drop())
+    engine._loop.close()
+
+
+def load_of(*max_tokens: int, concurrency: int | None = 2, fills: bool = False, every: float = 0.0) -> Load:
+    requests = [
+        Request(prompt=place, max_tokens=tokens, seed=11 + place, arrives=place * every)
+        for place, tokens in enumerate(max_tokens)
+    ]
+    return Load(requests=requests, concurrency=concurrency, temperature=0.5, top_p=0.9, fills=fills)
+
+
+def test_what_a_request_asks_for(served: Live) -> None:
+    engine, fake = served
+    load = load_of(5, 6, 1, concurrency=None)
+    engine.measure(load)
+    assert [prompt["prompt_token_ids"] for prompt, _, _ in fake.asked] == [[5], [7, 8], [5]]
+    assert len({request_id for _, _, request_id in fake.asked}) == 3
+    for (_, params, _), request in zip(fake.asked, load.requests, strict=True):
         assert (params.seed, params.max_tokens) == (request.seed, request.max_tokens)
         assert (params.temperature, params.top_p, params.ignore_eos) == (0.5, 0.9, True)
-    for one in served:
-        assert [new for _, new in one.outputs] == [1, 2]
-        assert one.sent <= one.outputs[0][0] <= one.outputs[1][0]
+    engine._prompts = ["text"]
+    engine.measure(load)
+    assert fake.asked[-1][0] == "text"
+
+
+def test_each_request_that_ends_is_replaced(served: Live) -> None:
+    """Between rounds those in flight stay; only a round that fills the engine begins with none."""
+    engine, fake = served
+    first = engine.measure(load_of(10, 30, 30, 5, 5, fills=True))
+    assert fake.in_flight == [1, 2, 2, 2, 2]
+    assert 10 < first.num_tokens < 60  # not the ten of the first request, nor what is still to come
+    assert (fake.live, fake.pauses) == (2, 1)
+    second = engine.measure(load_of(7, 7))
+    assert fake.in_flight[5:] == [2, 2]
+    assert second.num_tokens > 0
+    assert second.tpot_p50_ms > 0
+    assert (fake.live, fake.aborted) == (2, 0)
+    engine.measure(load_of(5, 10, 15, 20, 25, concurrency=3, fills=True))
+    assert fake.aborted == 2
+    assert fake.in_flight[7:] == [1, 2, 3, 3, 3]
+    engine.measure(load_of(5, 5, 5, concurrency=None))
+    assert (fake.aborted, fake.live) == (5, 0)
+
+
+def test_a_pause_counts_for_nothing(served: Live) -> None:
+    engine, _ = served
+    engine.measure(load_of(40, 40, 40, 40, fills=True))
+    time.sleep(0.5)
+    found = engine.measure(load_of(3, 3))
+    assert found.seconds < 0.4
+    assert found.gap_p99_ms < 300
+    assert found.tpot_p50_ms < 300
+    assert found.ttft_p99_ms < 300
+
+
+def test_an_engine_that_dies_ends_the_round(served: Live) -> None:
+    engine, fake = served
+    engine.measure(load_of(40, 40, 40, 40, fills=True))
+    fake.dead = True
+    with pytest.raises(RuntimeError, match="the engine died"):
+        engine.measure(load_of(3, 3))
+
+
+def test_requests_at_a_rate_do_not_wait_for_others(served: Live) -> None:
+    engine, fake = served
+    found = engine.measure(load_of(400, 400, 400, 400, 400, concurrency=None, every=0.05))
+    assert fake.in_flight == [1, 2, 3, 4, 5]
+    assert found.seconds == pytest.approx(0.15, abs=0.05)  # from the second to the last that is sent
 
 
 # Figures
 
 
-def test_filling_and_emptying_the_engine_counts_for_nothing() -> None:
-    """Two in flight: the third request is sent at 10 s, the last one at 14 s."""
-    served = [
-        Served(0.0, [(1.0, 1), (10.0, 1)]),
-        Served(0.0, [(9.0, 1), (11.0, 2), (13.0, 1)]),
-        Served(10.0, [(10.5, 1), (12.0, 3), (14.0, 2)]),
-        Served(13.0, [(13.25, 1), (15.0, 1)]),
-        Served(14.0, [(15.0, 1), (27.0, 3)]),
+def test_what_came_outside_of_the_round_counts_for_nothing() -> None:
+    requests = [
+        Served(0.0, [(1.0, 1), (10.0, 1)], ended=True),
+        Served(0.0, [(9.0, 1), (11.0, 2), (13.0, 1)], ended=True),
+        Served(10.0, [(10.5, 1), (12.0, 3), (14.0, 2)], ended=True),
+        Served(13.0, [(13.25, 1), (14.0, 1)]),  # goes on
+        Served(14.0, [(15.0, 1), (27.0, 3)], ended=True),
+        Served(14.0),
     ]
-    found = read_round(served, in_flight=2, accepted_length=2.0, drafted_length=3.0)
-    assert (found.seconds, found.num_tokens, found.tokens_per_second) == (4.0, 3 + 6 + 1, 2.5)
-    assert (found.ttft_p50_ms, found.ttft_p99_ms) == (500, 1000)
+    found = read_round(requests, 10.0, 14.0, accepted_length=2.0, drafted_length=3.0)
+    assert (found.seconds, found.num_tokens, found.tokens_per_second) == (4.0, 3 + 6 + 2, 2.75)
+    assert (found.ttft_p50_ms, found.ttft_p99_ms) == (250, 500)
     assert found.tpot_p50_ms == pytest.approx(700)  # 5 tokens in 3.5 s; the other that ended took longer
     assert found.gap_p99_ms == 2000
     assert (found.accepted_length, found.drafted_length) == (2, 3)
 
 
 def test_a_steady_time_in_which_nothing_ends() -> None:
-    served = [Served(0.0, [(9.0, 1), (10.0, 1)]), Served(1.0, [(2.0, 1), (9.0, 1)]), Served(3.0, [(9.0, 1)])]
-    found = read_round(served, in_flight=1, accepted_length=1.0, drafted_length=0.0)
-    assert (found.num_tokens, found.tpot_p50_ms, found.gap_p99_ms) == (1, 0, 0)
-    assert read_round(served[:2], in_flight=1, accepted_length=1.0, drafted_length=0.0).tokens_per_second == 0
+    found = read_round([Served(0.0, [(9.0, 1), (10.0, 1)])], 9.5, 11.0, accepted_length=1.0, drafted_length=0.0)
+    assert (found.num_tokens, found.tpot_p50_ms, found.ttft_p50_ms) == (1, 0, 0)
+    assert read_round([], 3.0, 3.0, accepted_length=1.0, drafted_length=0.0).tokens_per_second == 0
 
 
 def test_the_gain_is_the_median_over_neighbours() -> None:

@@ -190,7 +190,7 @@ def test_the_engine_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job.overrides["additional_config"]["eagle_mrv2"] == {"draft_quantization": "fp8", "draft_length": "auto"}
     assert job.arguments["max_num_seqs"] == 100
     load = engine.asked[0]
-    assert (load.temperature, load.top_p, len(load.requests)) == (0.5, 0.9, 200)
+    assert (load.temperature, load.top_p, len(load.requests)) == (0.5, 0.9, 2 + 1 + 200)
     assert [one.concurrency for one in engine.asked[:: len(engine.asked) // 2]] == [2, 100]
 
 

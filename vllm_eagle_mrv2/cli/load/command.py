@@ -39,7 +39,7 @@ from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.cli.progress import Track, progress
 
 WORKER = "vllm_eagle_mrv2.cli.load.worker"
-_ROUNDS, _ROUNDS_ON_CPU = 9, 2
+_ROUNDS, _ROUNDS_ON_CPU = 15, 2
 
 
 def bench_load(
@@ -56,11 +56,11 @@ def bench_load(
         list[float] | None, typer.Option(min=0.001, help="Requests a second, however many are in flight: 2 4 8.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=2, help="Measurements of each engine (default 9; on a CPU 2).")
+        int | None, typer.Option(min=2, help="Measurements of each engine (default 15; on a CPU 2).")
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests a round (default 4 for each in flight, at least 12; 30 s at a rate)."),
+        typer.Option(min=1, help="Requests a round (default half of those in flight, at least 2; 30 s at a rate)."),
     ] = None,
     prompt_tokens: PromptTokens = (128, 1024),
     output_tokens: OutputTokens = (64, 256),

@@ -10,8 +10,7 @@ from vllm_eagle_mrv2.cli.bench.engines import Engines
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
 from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request
 
-_FEWEST, _FOR_EACH_IN_FLIGHT, _SECONDS_OF_A_RATE = 12, 4, 30
-_FEWEST_TO_MEASURE = 3  # one that only fills the engine, one whose end is measured, one that is sent when it ends
+_FEWEST, _FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 2, 12, 30
 _SPECIAL_TOKENS = 10
 _PROMPTS = 256
 
@@ -25,20 +24,20 @@ class Traffic:
     temperature: float = 0.0
     top_p: float = 1.0
     requests: int | None = None
-    """Requests a round; None for as many as the level needs (`requests_of`)."""
+    """Requests a round that count; None for as many as the level needs (`requests_of`)."""
 
     def requests_of(self, level: Level) -> int:
-        """How many requests make a round of a level."""
-        if self.requests is not None:
-            return max(self.requests, 2 * (level.concurrency or 1), _FEWEST_TO_MEASURE)
-        many = level.rate * _SECONDS_OF_A_RATE if level.rate else _FOR_EACH_IN_FLIGHT * (level.concurrency or 1)
-        return max(_FEWEST, round(many))
+        """How many requests of a round of a level count."""
+        if level.rate is not None:
+            return max(self.requests or max(_FEWEST_AT_A_RATE, round(level.rate * _SECONDS_OF_A_RATE)), 3)
+        return self.requests or max(_FEWEST, (level.concurrency or 1) // 2)
 
-    def load(self, level: Level, seed: int) -> Load:
+    def load(self, level: Level, seed: int, *, fills: bool = True) -> Load:
         """A round of a level, always the same for a seed; in an open loop requests arrive as a Poisson process."""
         draw, arrives, requests = random.Random(seed), 0.0, []
         first = draw.randrange(_PROMPTS)
-        for number in range(self.requests_of(level)):
+        fill = level.concurrency + 1 if fills and level.concurrency is not None else 0
+        for number in range(fill + self.requests_of(level)):
             requests.append(
                 Request(
                     prompt=first + number,
@@ -48,7 +47,13 @@ class Traffic:
                 )
             )
             arrives += draw.expovariate(level.rate or 1.0)
-        return Load(requests=requests, concurrency=level.concurrency, temperature=self.temperature, top_p=self.top_p)
+        return Load(
+            requests=requests,
+            concurrency=level.concurrency,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            fills=fills,
+        )
 
 
 def random_prompts(tokens: tuple[int, int]) -> list[list[int]]:
@@ -72,7 +77,7 @@ def measure(
         CommandError: an engine failed.
     """
     engines.in_turn([traffic.load(level, seed=0)])
-    loads = [traffic.load(level, seed) for seed in range(1, rounds + 1)]
+    loads = [traffic.load(level, seed, fills=False) for seed in range(1, rounds + 1)]
     taken = engines.in_turn(loads, on_round)
     measured = [[LoadRound.model_validate(one) for one in answers] for answers in taken]
     return LoadRow(k=engines.k, level=level, names=engines.names, rounds=measured)

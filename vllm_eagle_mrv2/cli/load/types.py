@@ -1,7 +1,8 @@
 """The load that an engine gets, and the comparison of the rounds of several engines.
 
-A round is measured while its load is steady: from the first request that takes the place of another to the last that
-is sent.  Filling the engine at the start and emptying it at the end count for nothing.
+A round is measured while its load is steady.  In a closed loop the engine is filled once.  Between rounds, while others
+have their turn, it pauses with its requests in flight.  In an open loop a round lasts from the second request to the
+last.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Load(BaseModel):
     """Requests in flight, in a closed loop; None in an open loop."""
     temperature: float
     top_p: float
+    fills: bool = True
+    """Whether a closed loop begins with an empty engine: the first requests, one more than are in flight, fill it and
+    do not count.  Otherwise those of the round before are still in flight."""
     draft_length: int | None = None
     """Draft tokens to hold (`telemetry.counters.hold`), where they are chosen at run time; None leaves the choice."""
 

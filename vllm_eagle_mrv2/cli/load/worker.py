@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from vllm_eagle_mrv2.cli.bench.types import Job
 from vllm_eagle_mrv2.cli.bench.worker import Worker, engine_arguments, percentile, started
-from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
+from vllm_eagle_mrv2.cli.draft_counters import Counters, counted_since, read_counters
 from vllm_eagle_mrv2.cli.engine_process import serve
 from vllm_eagle_mrv2.cli.load.types import Load, LoadRound, Request
 from vllm_eagle_mrv2.telemetry.counters import hold
@@ -20,10 +21,32 @@ from vllm_eagle_mrv2.telemetry.counters import hold
 
 @dataclass
 class Served:
-    """When a request was sent, and its outputs: (time in seconds, new tokens)."""
+    """When a request was sent, its outputs, (time in seconds, new tokens), and whether these are all."""
 
     sent: float
     outputs: list[tuple[float, int]] = field(default_factory=list)
+    ended: bool = False
+
+
+class Clock:
+    """Counts the seconds in which the engine was not paused."""
+
+    def __init__(self) -> None:
+        self._counted, self._running_since = 0.0, time.perf_counter()
+        self._paused = False
+
+    def now(self) -> float:
+        """Seconds so far."""
+        return self._counted + (0.0 if self._paused else time.perf_counter() - self._running_since)
+
+    def pause(self, at: float) -> None:
+        """Stand still at a time that has just passed."""
+        self._counted, self._paused = at, True
+
+    def resume(self) -> None:
+        """Go on."""
+        if self._paused:
+            self._running_since, self._paused = time.perf_counter(), False
 
 
 class LoadEngine:
@@ -31,56 +54,102 @@ class LoadEngine:
 
     def __init__(self, job: Job) -> None:
         """Start the engine."""
-        import vllm
-
         self._loop = asyncio.new_event_loop()
         self._prompts, self._ignore_eos = job.prompts, job.ignore_eos
-        arguments = vllm.AsyncEngineArgs(**engine_arguments(job))
-        self._engine: Any = self._loop.run_until_complete(self._start(arguments))
-        self._rounds = 0
+        self._engine: Any = self._loop.run_until_complete(self._start(job))
+        self._clock = Clock()
+        self._numbers = itertools.count()
+        self._waiting: asyncio.Queue[tuple[Load, Request]] = asyncio.Queue()
+        self._slots: list[asyncio.Task[None]] = []
+        self._served: list[Served] = []
         self.started = started()
 
     @staticmethod
-    async def _start(arguments: Any) -> Any:
+    async def _start(job: Job) -> Any:
         import vllm
 
-        return vllm.AsyncLLMEngine.from_engine_args(arguments)
+        return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**engine_arguments(job)))
 
     def measure(self, load: Load) -> LoadRound:
-        """Serve all requests of a load."""
-        self._rounds += 1
+        """Serve the requests of a load."""
         hold(load.draft_length)
-        before = read_counters()
-        served = self._loop.run_until_complete(self._serve(load))
+        return self._loop.run_until_complete(
+            self._open_loop(load) if load.concurrency is None else self._closed_loop(load)
+        )
+
+    async def _closed_loop(self, load: Load) -> LoadRound:
+        """Send each request as soon as another one ends; pause the engine when all are sent.
+
+        Between rounds the requests in flight stay where they are, so all of a round counts.
+        """
+        begin = 0
+        if load.fills:
+            await self._drop()
+            self._slots = [asyncio.create_task(self._slot()) for _ in range(load.concurrency or 0)]
+            begin = len(self._slots) + 1
+        await self._resume()
+        await self._send(load, load.requests[:begin])
+        began, before = self._clock.now(), read_counters()
+        await self._send(load, load.requests[begin:])
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        self._clock.pause(max(one.outputs[-1][0] for one in self._served if one.outputs))
+        return self._read(began, self._clock.now(), before)
+
+    async def _open_loop(self, load: Load) -> LoadRound:
+        """Send each request when it arrives; what counts is the time in which they do."""
+        await self._drop()
+        await self._resume()
+        start, before = self._clock.now(), read_counters()
+
+        async def arrive(request: Request) -> None:
+            await asyncio.sleep(request.arrives - (self._clock.now() - start))
+            await self._generate(load, request)
+
+        await asyncio.gather(*(arrive(request) for request in load.requests))
+        return self._read(self._served[1].sent, self._served[-1].sent, before)
+
+    async def _slot(self) -> None:
+        """Serve one request after the other, whenever there is one."""
+        while True:
+            load, request = await self._waiting.get()
+            self._waiting.task_done()
+            await self._generate(load, request)
+
+    async def _send(self, load: Load, requests: Iterable[Request]) -> None:
+        """Return as soon as all requests are sent, or raise what keeps a slot from it."""
+        for request in requests:
+            self._waiting.put_nowait((load, request))
+        sent = asyncio.create_task(self._waiting.join())
+        await asyncio.wait([sent, *self._slots], return_when=asyncio.FIRST_COMPLETED)
+        for slot in self._slots:
+            if slot.done():
+                slot.result()
+
+    async def _resume(self) -> None:
+        self._clock.resume()
+        await self._engine.resume_generation()
+
+    async def _drop(self) -> None:
+        """Abort the requests in flight."""
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        self._slots, self._served = [], []
+
+    def _read(self, begins: float, ends: float, before: Counters) -> LoadRound:
+        """The figures of a round; requests that have ended are forgotten."""
         counted = counted_since(before)
         drafts = counted["num_drafts"]
+        served, self._served = self._served, [one for one in self._served if not one.ended]
         return read_round(
             served,
-            in_flight=load.concurrency or 1,
+            begins,
+            ends,
             accepted_length=1 + counted["num_accepted_tokens"] / drafts if drafts else 1.0,
             drafted_length=counted["num_draft_tokens"] / drafts if drafts else 0.0,
         )
 
-    async def _serve(self, load: Load) -> list[Served]:
-        served: list[Served] = []
-        waiting = iter(load.requests)
-
-        async def closed_loop() -> None:
-            for request in waiting:
-                await self._generate(load, request, served)
-
-        async def open_loop(request: Request, began: float) -> None:
-            await asyncio.sleep(request.arrives - (time.perf_counter() - began))
-            await self._generate(load, request, served)
-
-        if load.concurrency is not None:
-            await asyncio.gather(*(closed_loop() for _ in range(load.concurrency)))
-        else:
-            began = time.perf_counter()
-            await asyncio.gather(*(open_loop(request, began) for request in load.requests))
-        return served
-
-    async def _generate(self, load: Load, request: Request, served: list[Served]) -> None:
+    async def _generate(self, load: Load, request: Request) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -94,29 +163,32 @@ class LoadEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = self._prompts[request.prompt % len(self._prompts)]
-        one = Served(time.perf_counter())
-        served.append(one)
+        one = Served(self._clock.now())
+        self._served.append(one)
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        async for output in self._engine.generate(given, params, f"{self._rounds}-{len(served)}"):
+        async for output in self._engine.generate(given, params, str(next(self._numbers))):
             new = len(output.outputs[0].token_ids)
             if new:
-                one.outputs.append((time.perf_counter(), new))
+                one.outputs.append((self._clock.now(), new))
+        one.ended = True
 
 
-def read_round(served: Sequence[Served], in_flight: int, accepted_length: float, drafted_length: float) -> LoadRound:
-    """The figures of a round while the load was steady; 0 where that was too short to have any.
+def read_round(
+    served: Sequence[Served], begins: float, ends: float, accepted_length: float, drafted_length: float
+) -> LoadRound:
+    """The figures of what came while the load was steady; 0 where nothing came.
 
     Args:
-        served: all requests, in the order in which they were sent.
-        in_flight: how many of them were sent before the first one ended; those only fill the engine.
+        served: all requests that were in flight then.
+        begins: seconds.
+        ends: seconds.
         accepted_length: of the whole round.
         drafted_length: likewise.
     """
-    begins, ends = served[in_flight].sent, served[-1].sent
     steady = [(at, new) for one in served for at, new in one.outputs if begins < at <= ends]
     gaps = [now - then for one in served for (then, _), (now, _) in pairwise(one.outputs) if begins < now <= ends]
-    firsts = [one.outputs[0][0] - one.sent for one in served[in_flight:] if one.outputs]
-    ended = [one for one in served if len(one.outputs) > 1 and begins < one.outputs[-1][0] <= ends]
+    firsts = [one.outputs[0][0] - one.sent for one in served if one.outputs and begins < one.outputs[0][0] <= ends]
+    ended = [one for one in served if one.ended and len(one.outputs) > 1 and begins < one.outputs[-1][0] <= ends]
     return LoadRound(
         seconds=ends - begins,
         num_tokens=sum(new for _, new in steady),
