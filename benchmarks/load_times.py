@@ -3,8 +3,8 @@
 
     python3 benchmarks/load_times.py --shape 8b --family eagle3 --steps 3 --concurrency 1 8 32 64
 
-Prints one JSON object per number of requests in flight: the medians of both engines, and the gain of eagle_mrv2 over
-stock in tokens a second, as median, lowest and highest over neighbouring rounds.  ``--control`` starts a second engine
+Prints one JSON object per number of requests in flight: the figures of both engines, and the gain of eagle_mrv2 over
+stock in tokens a second: over all rounds, and the lowest and highest of a round.  ``--control`` starts a second engine
 with stock's method and adds how far it is from the first.  ``--setting TEXT`` records what is special about a line.
 
 Starting engines takes longer than measuring them: ``--together N FOLDER``, as in benchmarks/ab_time.py.
@@ -45,8 +45,8 @@ def line_of(row: LoadRow, options: argparse.Namespace, version: str) -> dict[str
         **({"setting": setting} if setting else {}),
         "gain": [round(one, 4) for one in gain],
         **({} if row.noise is None else {"control": [round(one, 4) for one in row.gain(1)]}),
-        "medians": {
-            name: {metric: round(value, 3) for metric, value in row.medians(place).items()}
+        "figures": {
+            name: {metric: round(value, 3) for metric, value in row.figures(place).items()}
             for place, name in enumerate(row.names)
         },
         "tokens_per_second": {

@@ -113,12 +113,12 @@ class Iteration(Measured):
 
 
 class Load(Measured):
-    """The gain in tokens per second under load: median, lowest and highest, of benchmarks/load_times.py."""
+    """The gain in tokens per second under load, of benchmarks/load_times.py: over all rounds, lowest and highest."""
 
     concurrency: int
     gain: tuple[float, float, float]
     control: tuple[float, float, float] | None = None
-    medians: dict[str, dict[str, float]]
+    figures: dict[str, dict[str, float]]
     tokens_per_second: dict[str, list[float]] = {}
     rounds: int = 0
 

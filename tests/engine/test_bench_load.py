@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.load.types import MEDIANS
+from vllm_eagle_mrv2.cli.load.types import FIGURES
 
 pytestmark = pytest.mark.engine
 
@@ -47,9 +47,9 @@ def test_measures_three_engines(finished: tuple[Any, dict[str, Any]]) -> None:
     row, open_loop = finished[1]["rows"]
     assert (row["k"], row["concurrency"], row["decided_by"]) == (K, CONCURRENCY, "tokens_per_second")
     assert (open_loop["k"], open_loop["rate"], open_loop["decided_by"]) == (K, RATE, "tpot_p50_ms")
-    assert tuple(row["rounds"]) == tuple(row["medians"]) == NAMES
+    assert tuple(row["rounds"]) == tuple(row["figures"]) == NAMES
     for name in NAMES:
-        assert row["medians"][name].keys() == set(MEDIANS)
+        assert row["figures"][name].keys() == set(FIGURES)
         assert len(row["rounds"][name]) == ROUNDS
         for measured in row["rounds"][name]:
             assert FEWEST < measured["num_tokens"] < (REQUESTS + CONCURRENCY) * MOST
@@ -59,8 +59,8 @@ def test_measures_three_engines(finished: tuple[Any, dict[str, Any]]) -> None:
             assert measured["gap_p99_ms"] > 0
     for name in NAMES[1:]:
         gain = row["gain"][name]
-        assert 0 < gain["lowest"] <= gain["median"] <= gain["highest"]
-    assert row["noise"] == pytest.approx(abs(row["gain"]["stock again"]["median"] - 1))
+        assert 0 < gain["lowest"] <= gain["overall"] <= gain["highest"]
+    assert row["noise"] == pytest.approx(abs(row["gain"]["stock again"]["overall"] - 1))
 
 
 def test_all_engines_accept_the_same(finished: tuple[Any, dict[str, Any]]) -> None:

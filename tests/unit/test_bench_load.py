@@ -28,7 +28,7 @@ from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.report import LoadReport, draw, print_report, to_json
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
-from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request, Spread
+from vllm_eagle_mrv2.cli.load.types import Gain, Level, Load, LoadRound, LoadRow, Request
 from vllm_eagle_mrv2.cli.load.worker import LoadEngine, Served, read_round
 
 H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
@@ -232,8 +232,8 @@ def test_requests_arrive_as_a_poisson_process() -> None:
 @pytest.mark.parametrize(
     ("given", "level", "requests"),
     [
-        (None, Level(concurrency=1), 2),
-        (None, Level(concurrency=8), 4),
+        (None, Level(concurrency=1), 4),
+        (None, Level(concurrency=8), 8),
         (None, Level(rate=0.1), 12),
         (None, Level(rate=4.0), 120),
         (50, Level(concurrency=8), 50),
@@ -467,12 +467,17 @@ def test_a_steady_time_in_which_nothing_ends() -> None:
     assert read_round([], 3.0, 3.0, accepted_length=1.0, drafted_length=0.0).tokens_per_second == 0
 
 
-def test_the_gain_is_the_median_over_neighbours() -> None:
-    measured = row(fast(100, 200, 400), fast(110, 260, 400))
-    assert measured.gain(-1) == pytest.approx(Spread(1.1, 1.0, 1.3))
-    assert str(measured.gain(-1)) == "1.100 (1.000-1.300)"
-    assert measured.gain(-1, "tpot_p50_ms") == (1, 1, 1)
-    assert measured.medians(-1)["tokens_per_second"] == 130
+def test_the_gain_is_that_of_all_rounds() -> None:
+    """A round that lasts longer counts for more."""
+    measured = row(
+        [taken(100, seconds=1.0), taken(600, seconds=3.0)], [taken(100, seconds=0.5), taken(600, seconds=2.0)]
+    )
+    assert measured.gain(-1) == pytest.approx(Gain(1.6, 1.5, 2.0))
+    assert str(measured.gain(-1)) == "1.600 (1.500-2.000)"
+    assert measured.figures(-1)["tokens_per_second"] == 700 / 2.5
+    slow, quick = ([taken(tpot_p50_ms=each) for each in times] for times in ((8.0, 12.0), (4.0, 6.0)))
+    assert row(slow, quick, level=Level(rate=2.0)).gain(-1) == (2, 2, 2)
+    assert row(fast(100, 200), fast(110, 180)).figures(-1)["tpot_p50_ms"] == 8
 
 
 @pytest.mark.parametrize(
@@ -501,7 +506,7 @@ def test_at_a_rate_the_time_per_token_decides() -> None:
     )
     measured = row(stock, again, ours, level=Level(rate=4.0))
     assert measured.decisive == "tpot_p50_ms"
-    assert measured.gain(-1).median == pytest.approx(1.25)
+    assert measured.gain(-1).overall == pytest.approx(1.25)
     assert measured.verdict == "25.0% better"
     assert row(stock, again, ours).verdict == "50.0% worse"
 
@@ -514,7 +519,7 @@ def test_a_round_that_was_too_short_allows_no_verdict(level: Level) -> None:
         measured = row(*rounds, level=level)
         assert measured.verdict == TOO_SHORT
         assert not measured.decided
-    assert measured.gain(-1).median == pytest.approx(1.0 if level.rate else 1.1)  # of the other rounds
+    assert measured.gain(-1).overall == pytest.approx(1.0 if level.rate else 1.1)  # of the other rounds
     assert row([empty()], [empty()], level=level).gain(-1) == (0, 0, 0)
 
 
@@ -557,13 +562,13 @@ def test_the_json_has_every_round() -> None:
     assert (one["k"], one["concurrency"], one["decided_by"]) == (3, 8, "tokens_per_second")
     assert "rate" not in one
     assert (one["noise"], one["verdict"]) == (pytest.approx(0.01), "20.0% better")
-    assert {name: figures["tokens_per_second"] for name, figures in one["medians"].items()} == {
+    assert {name: figures["tokens_per_second"] for name, figures in one["figures"].items()} == {
         "stock": 100,
         "stock again": 101,
         "eagle_mrv2": 120,
     }
     assert list(one["gain"]) == ["stock again", "eagle_mrv2"]
-    assert one["gain"]["eagle_mrv2"] == pytest.approx({"median": 1.2, "lowest": 1.1, "highest": 1.3})
+    assert one["gain"]["eagle_mrv2"] == pytest.approx({"overall": 1.2, "lowest": 1.1, "highest": 1.3})
     assert [made["tokens_per_second"] for made in one["rounds"]["eagle_mrv2"]] == [110, 130]
 
 

@@ -149,11 +149,11 @@ def test_a_line_of_a_load(given: dict[str, Any], setting: str | None, control: b
     line = load_times.line_of(row, SimpleNamespace(**plain | given), "0.26.0")
     assert line.pop("setting", None) == setting
     assert line.pop("control", None) == ([1, 0.99, 1.01] if control else None)
-    medians = line.pop("medians")
-    assert tuple(medians) == row.names
+    figures = line.pop("figures")
+    assert tuple(figures) == row.names
     taken = line.pop("tokens_per_second")
     assert (tuple(taken), taken["eagle_mrv2"]) == (row.names, [36.7, 40, 33.3])
-    assert medians["eagle_mrv2"] == dict.fromkeys(medians["stock"], 0.667) | {"tokens_per_second": 36.667}
+    assert figures["eagle_mrv2"] == dict.fromkeys(figures["stock"], 0.667) | {"tokens_per_second": 36.667}
     assert line == {
         "vllm": "0.26.0",
         "shape": "1b",

@@ -158,7 +158,7 @@ def test_what_was_timed(tables: ModuleType, results: Path) -> None:
 
 
 def test_gains_under_load(tables: ModuleType, results: Path) -> None:
-    one = {"shape": "8b", "method": "eagle3", "k": 3, "concurrency": 8, "gain": [1.05, 0.9, 1.1], "medians": {}}
+    one = {"shape": "8b", "method": "eagle3", "k": 3, "concurrency": 8, "gain": [1.05, 0.9, 1.1], "figures": {}}
     rows = [{**one, "control": [1.03, 0.98, 1.07]}, {**one, "concurrency": 64}, {**one, "setting": "FP8"}]
     (results / "h100.json").write_text(result(where="H100", under_load=rows))
     assert tables.load_section().splitlines() == [

@@ -60,7 +60,7 @@ def bench_load(
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests a round (default half of those in flight, at least 2; 30 s at a rate)."),
+        typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4; 30 s at a rate)."),
     ] = None,
     prompt_tokens: PromptTokens = (128, 1024),
     output_tokens: OutputTokens = (64, 256),

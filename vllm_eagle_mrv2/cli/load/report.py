@@ -36,7 +36,7 @@ def _row_to_json(row: LoadRow) -> dict[str, Any]:
     return {
         "k": row.k,
         **{name: value for name, value in row.level._asdict().items() if value is not None},
-        "medians": {name: row.medians(place) for place, name in enumerate(row.names)},
+        "figures": {name: row.figures(place) for place, name in enumerate(row.names)},
         "gain": {row.names[place]: row.gain(place)._asdict() for place in others},
         "decided_by": row.decisive,
         "noise": row.noise,
@@ -53,7 +53,7 @@ def print_report(report: LoadReport, console: Console) -> None:
     """Print the table, with a verdict for each K and level of load."""
     started = report.started
     console.print(f"vLLM {started.vllm_version} on {started.device_name}: {report.title}", highlight=False)
-    table = Table(title="Medians over the rounds; milliseconds", title_justify="left")
+    table = Table(title="Tokens a second over all rounds, medians of the others; milliseconds", title_justify="left")
     for heading in ("K", "load", "method"):
         table.add_column(heading, overflow="fold")
     for heading in ("tokens/s", "token", "first token", "first p99", "gap p99", "accepted", "gain"):
@@ -67,15 +67,15 @@ def print_report(report: LoadReport, console: Console) -> None:
                 str(row.k),
                 str(row.level),
                 name,
-                *_cells(row.medians(place)),
+                *_cells(row.figures(place)),
                 gain,
                 row.verdict if last else "",
                 end_section=last,
             )
     console.print(table)
     console.print(
-        f"gain over {report.rows[0].names[0]}, the median over neighbouring rounds (lowest-highest): in tokens a "
-        "second, at a fixed rate in time per output token",
+        f"gain over {report.rows[0].names[0]}, over all rounds (lowest-highest of a round): in tokens a second, at a "
+        "fixed rate in time per output token",
         style="dim",
         highlight=False,
     )
@@ -111,14 +111,14 @@ def draw(report: LoadReport, path: Path) -> None:
         rows = [row for row in report.rows if row.k == k]
         at, color = [levels.index(row.level) for row in rows], f"C{number}"
         for engine, line, label in ((0, "--", None), (-1, "-", f"K={k}")):
-            speeds = [row.medians(engine)["tokens_per_second"] for row in rows]
+            speeds = [row.figures(engine)["tokens_per_second"] for row in rows]
             throughput.plot(at, speeds, line, marker="o", color=color, label=label)
         for place, row in zip(at, rows, strict=True):
             middle, low, high = row.gain(-1)
             gains.errorbar(place, middle, yerr=[[middle - low], [high - middle]], capsize=3, color=color)
             if row.noise is not None:
                 gains.bar(place, 2 * row.noise, width=0.5, bottom=1 - row.noise, color="lightgrey", zorder=0)
-        gains.plot(at, [row.gain(-1).median for row in rows], "o", color=color, label=f"K={k}")
+        gains.plot(at, [row.gain(-1).overall for row in rows], "o", color=color, label=f"K={k}")
     gains.axhline(1, color="grey", linewidth=0.8)
     throughput.set_ylabel("tokens a second")
     throughput.set_ylim(bottom=0)

@@ -10,7 +10,7 @@ from vllm_eagle_mrv2.cli.bench.engines import Engines
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
 from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request
 
-_FEWEST, _FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 2, 12, 30
+_FEWEST, _FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 4, 12, 30
 _SPECIAL_TOKENS = 10
 _PROMPTS = 256
 
@@ -30,7 +30,7 @@ class Traffic:
         """How many requests of a round of a level count."""
         if level.rate is not None:
             return max(self.requests or max(_FEWEST_AT_A_RATE, round(level.rate * _SECONDS_OF_A_RATE)), 3)
-        return self.requests or max(_FEWEST, (level.concurrency or 1) // 2)
+        return self.requests or max(_FEWEST, level.concurrency or 1)
 
     def load(self, level: Level, seed: int, *, fills: bool = True) -> Load:
         """A round of a level, always the same for a seed; in an open loop requests arrive as a Poisson process."""

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, computed_field
 
-Metric = Literal["tokens_per_second", "tpot_p50_ms", "ttft_p50_ms", "gap_p99_ms"]
-MEDIANS = ("tokens_per_second", "tpot_p50_ms", "ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms", "accepted_length")
+Metric = Literal["tokens_per_second", "tpot_p50_ms"]
+FIGURES = ("tokens_per_second", "tpot_p50_ms", "ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms", "accepted_length")
 AGREEMENT = 0.02
 """By how much two engines of the same kind may differ if a row is to have a verdict."""
 
@@ -80,19 +80,24 @@ class LoadRound(BaseModel):
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
 
-class Spread(NamedTuple):
-    """The median, the lowest and the highest of several values; 0 without values."""
+def throughput(rounds: Sequence[LoadRound]) -> float:
+    """Tokens per second over several rounds; 0 without any.
 
-    median: float
+    Rounds differ in their requests, and where one ends moves by an iteration; over all of them both even out.
+    """
+    seconds = sum(one.seconds for one in rounds)
+    return sum(one.num_tokens for one in rounds) / seconds if seconds else 0.0
+
+
+class Gain(NamedTuple):
+    """How many times better an engine is: over all rounds, and in the worst and the best of them; 0 without any."""
+
+    overall: float
     lowest: float
     highest: float
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values)) if values else cls(0.0, 0.0, 0.0)
-
     def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.lowest:.3f}-{self.highest:.3f})"
+        return f"{self.overall:.3f} ({self.lowest:.3f}-{self.highest:.3f})"
 
 
 class LoadRow(BaseModel):
@@ -104,21 +109,30 @@ class LoadRow(BaseModel):
     rounds: list[list[LoadRound]]
     """By engine."""
 
-    def medians(self, engine: int) -> dict[str, float]:
-        """The figures of an engine."""
-        return {name: statistics.median(getattr(one, name) for one in self.rounds[engine]) for name in MEDIANS}
+    def figures(self, engine: int) -> dict[str, float]:
+        """The figures of an engine: tokens per second over all rounds, the medians of the others."""
+        rounds = self.rounds[engine]
+        medians = {name: statistics.median(getattr(one, name) for one in rounds) for name in FIGURES}
+        return medians | {"tokens_per_second": throughput(rounds)}
 
     @property
     def decisive(self) -> Metric:
         """The metric that shows a difference: at a given rate all engines generate the same tokens a second."""
         return "tpot_p50_ms" if self.level.rate is not None else "tokens_per_second"
 
-    def gain(self, engine: int, metric: Metric | None = None) -> Spread:
-        """How many times better an engine is than the first, over neighbouring rounds; above 1 it is better."""
-        metric = metric or self.decisive
-        figures = ([getattr(one, metric) for one in self.rounds[place]] for place in (0, engine))
-        ratios = [mine / theirs for theirs, mine in zip(*figures, strict=True) if theirs and mine]
-        return Spread.of(ratios if metric == "tokens_per_second" else [1 / ratio for ratio in ratios])
+    def gain(self, engine: int) -> Gain:
+        """How many times better than the first an engine is in the decisive metric; above 1 it is better."""
+        pairs = list(zip(self.rounds[0], self.rounds[engine], strict=True))
+        pairs = [pair for pair in pairs if all(getattr(one, self.decisive) for one in pair)]
+        if not pairs:
+            return Gain(0.0, 0.0, 0.0)
+        ratios = [self._ratio([theirs], [mine]) for theirs, mine in pairs]
+        return Gain(self._ratio(*zip(*pairs, strict=True)), min(ratios), max(ratios))
+
+    def _ratio(self, theirs: Sequence[LoadRound], mine: Sequence[LoadRound]) -> float:
+        if self.decisive == "tokens_per_second":
+            return throughput(mine) / throughput(theirs)
+        return sum(one.tpot_p50_ms for one in theirs) / sum(one.tpot_p50_ms for one in mine)
 
     @property
     def measured(self) -> bool:
@@ -128,7 +142,7 @@ class LoadRow(BaseModel):
     @property
     def noise(self) -> float | None:
         """By how much the control differs from the first engine, which is of the same kind; None without a control."""
-        return abs(self.gain(1).median - 1) if self.names[1] == f"{self.names[0]} again" else None
+        return abs(self.gain(1).overall - 1) if self.names[1] == f"{self.names[0]} again" else None
 
     @property
     def verdict(self) -> str:
@@ -139,7 +153,7 @@ class LoadRow(BaseModel):
             return "no control"
         if self.noise > AGREEMENT:
             return f"none: two engines with {self.names[0]} differ by {self.noise:.1%}"
-        gain = self.gain(-1).median - 1
+        gain = self.gain(-1).overall - 1
         if abs(gain) <= self.noise:
             return "no difference"
         return f"{abs(gain):.1%} {'better' if gain > 0 else 'worse'}"

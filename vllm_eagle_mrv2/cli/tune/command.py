@@ -62,7 +62,7 @@ def tune(
         int | None, typer.Option(min=1, help="Measurements of each number (default 5; on a CPU 1).")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests a round (default half of those in flight, at least 2).")
+        int | None, typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4).")
     ] = None,
     prompt_tokens: PromptTokens = (128, 1024),
     output_tokens: OutputTokens = (64, 256),

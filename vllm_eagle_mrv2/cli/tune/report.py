@@ -84,7 +84,7 @@ def print_report(report: TuneReport, console: Console) -> None:
     """Print the table, and the setting that follows from it."""
     started = report.started
     console.print(f"vLLM {started.vllm_version} on {started.device_name}: {report.title}", highlight=False)
-    table = Table(title="Tokens a second, medians over the rounds", title_justify="left")
+    table = Table(title="Tokens a second", title_justify="left")
     for heading in ("in flight", *map(name_of, report.settings), "best", "auto/best", "auto/K=0"):
         table.add_column(heading, justify="right", overflow="fold")
     for row in report.rows:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli.load.types import LoadRound
+from vllm_eagle_mrv2.cli.load.types import LoadRound, throughput
 
 AUTO: Literal["auto"] = "auto"
 Setting = int | Literal["auto"]
@@ -27,11 +26,8 @@ class TuneRow(BaseModel):
 
     @property
     def speeds(self) -> dict[Setting, float]:
-        """Tokens a second of each setting, the median over its rounds."""
-        return {
-            setting: statistics.median(one.tokens_per_second for one in rounds)
-            for setting, rounds in self.rounds.items()
-        }
+        """Tokens a second of each setting."""
+        return {setting: throughput(rounds) for setting, rounds in self.rounds.items()}
 
     @property
     def best(self) -> int:
