@@ -72,11 +72,14 @@ def greedy_on_replicas(method: str, shares: Sequence[Share], **arguments: Any) -
     """Greedy tokens by rank and prompt, and the accepted length over all ranks.
 
     Each rank gets its share at once, so that its batches are always the same.
+
+    Raises:
+        TimeoutError: the ranks do not end.
     """
     before = read_counters()
     with same_runner(method):
         given = engine_arguments(method, data_parallel_size=len(shares), **arguments)
-        tokens = asyncio.run(asyncio.wait_for(_generate(given, shares), _ENDS_WITHIN_S))
+        tokens = asyncio.run(_generate(given, shares))
     counted = counted_since(before)
     return tokens, 1 + counted["num_accepted_tokens"] / counted["num_drafts"]
 
@@ -100,7 +103,7 @@ async def _generate(arguments: dict[str, Any], shares: Sequence[Share]) -> list[
         (last,) = [output async for output in outputs]
         return list(last.outputs[0].token_ids)
 
-    try:
+    async def all_at_once() -> list[list[list[int]]]:
         await engine.sleep(level=0)
         asked = [
             asyncio.gather(*(one(rank, number) for number in range(len(share.prompts))))
@@ -109,5 +112,8 @@ async def _generate(arguments: dict[str, Any], shares: Sequence[Share]) -> list[
         await asyncio.sleep(2.0)  # until all of them have arrived
         await engine.wake_up(tags=["scheduling"])
         return list(await asyncio.gather(*asked))
+
+    try:
+        return await asyncio.wait_for(all_at_once(), _ENDS_WITHIN_S)
     finally:
         engine.shutdown()

@@ -5,9 +5,10 @@
     python tools/train_smollm2_head.py train --target FOLDER/target --texts FOLDER/texts.json --out FOLDER/trained
     python tools/train_smollm2_head.py pack --head FOLDER/trained
 
-`answers` has vLLM write the target's answers to the prompts of smollm2_prompts.py, greedily and sampled. `train` rolls
-the head out as it drafts (see train_demo_pair.py), over a draft vocabulary of the tokens that the answers use most, and
-prints the acceptance on held-out prompts by kind. `pack` puts the head into the distribution pairs/smollm2.
+`answers` has vLLM write the target's answers to the prompts of smollm2_prompts.py and to questions that it asks itself,
+greedily and sampled. `train` rolls the head out as it drafts (see train_demo_pair.py), over a draft vocabulary of the
+tokens that the answers use most, and prints the acceptance on held-out prompts by kind. `pack` puts the head into the
+distribution pairs/smollm2.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ LEARNING_RATE = 4e-3
 DEPTH = 5
 SAMPLED = (0.0, 0.7, 1.0)
 """Temperatures of the answers to each prompt."""
+LONGEST_QUESTION = 96
+"""Tokens of a question that the target asks itself; longer ones lose their thread."""
 
 
 # The target's answers
@@ -43,22 +46,41 @@ def chat_prompt(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def write_answers(target: str, limit: int | None, max_tokens: int, engine: dict[str, Any]) -> list[list[int]]:
-    """Token ids of conversations: each training prompt with an answer of each temperature.
+def own_questions(llm: Any, count: int) -> list[str]:
+    """What the target expects a user to ask: it writes the user's part of a conversation, at most ``count`` times.
+
+    Source: Magpie (arXiv 2406.08464).
+    """
+    from vllm import SamplingParams
+
+    tokenizer, mark = llm.get_tokenizer(), "QUESTION"
+    message = [{"role": "user", "content": mark}]
+    before = tokenizer.apply_chat_template(message, tokenize=False).partition(mark)[0]
+    ids = tokenizer.encode(before, add_special_tokens=False)
+    params = [SamplingParams(temperature=0.8, max_tokens=LONGEST_QUESTION, seed=seed) for seed in range(count)]
+    asked = [one.outputs[0] for one in llm.generate(count * [{"prompt_token_ids": ids}], params)]
+    return list(dict.fromkeys(one.text.strip() for one in asked if one.finish_reason == "stop"))
+
+
+def write_answers(
+    target: str, limit: int | None, questions: int, max_tokens: int, engine: dict[str, Any]
+) -> list[list[int]]:
+    """Token ids of conversations: each training prompt and own question with an answer of each temperature.
 
     Args:
         limit: the most prompts of each kind; None for all.
+        questions: how often the target asks itself something.
         engine: further arguments for ``LLM``.
     """
     from vllm import LLM, SamplingParams
 
     llm = LLM(target, max_model_len=2048, **engine)
     tokenizer = llm.get_tokenizer()
-    asked = chain.from_iterable(of_kind[:limit] for of_kind in prompts(held_out=False).values())
-    ids = [chat_prompt(tokenizer, text) for text in asked]
+    of_kinds = (of_kind[:limit] for of_kind in prompts(held_out=False).values())
+    ids = [chat_prompt(tokenizer, text) for text in chain(*of_kinds, own_questions(llm, questions))]
     written = []
     for temperature in SAMPLED:
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0, detokenize=False)
         for prompt, answer in zip(ids, llm.generate([{"prompt_token_ids": one} for one in ids], params), strict=True):
             written.append(prompt + list(answer.outputs[0].token_ids))
     return written
@@ -146,6 +168,7 @@ def main() -> None:
         command.add_argument("--target", type=Path, required=True)
         command.add_argument("--out", type=Path, required=True)
     answers.add_argument("--limit", type=int, help="prompts of each kind")
+    answers.add_argument("--questions", type=int, default=20_000, help="that the target asks itself")
     answers.add_argument("--max-tokens", type=int, default=320)
     answers.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
     training.add_argument("--texts", type=Path, required=True)
@@ -164,7 +187,9 @@ def main() -> None:
         pack(options.head, HEAD)
         return
     if options.command == "answers":
-        written = write_answers(str(options.target), options.limit, options.max_tokens, options.engine)
+        written = write_answers(
+            str(options.target), options.limit, options.questions, options.max_tokens, options.engine
+        )
         options.out.write_text(json.dumps(written))
         print(f"{len(written)} conversations, {sum(map(len, written))} tokens")
         return

@@ -68,7 +68,8 @@ def found(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> list[list[int
 EXAMPLES = {
     "a place before": ([7, 1, 2, 3, 4, 5, 6, 8, 7, 1, 2, 3], 4, [4, 5, 6, 8]),
     "another first draft": ([7, 1, 2, 3, 4, 5, 6, 8, 7, 1, 2, 3], 5, [NONE] * 4),
-    "too short a match": ([9, 1, 2, 3, 4, 5, 6, 8, 7, 1, 2, 3], 4, [NONE] * 4),
+    "a short match": ([9, 1, 2, 3, 4, 5, 6, 8, 7, 1, 2, 3], 4, [4, 5, 6, 8]),
+    "too short a match": ([9, 0, 2, 3, 4, 5, 6, 8, 7, 1, 2, 3], 4, [NONE] * 4),
     "the longest": ([6, 7, 1, 2, 3, 4, 5, 9, 7, 1, 2, 3, 4, 0, 6, 7, 1, 2, 3], 4, [4, 5, 9, 7]),
     "of equals the latest": ([7, 1, 2, 3, 4, 5, 8, 7, 1, 2, 3, 4, 6, 9, 7, 1, 2, 3], 4, [4, 6, 9, 7]),
     "to the end of the text": ([1, 2, 3, 4, 5, 1, 2, 3, 4], 5, [5, 1, 2, 3]),
