@@ -156,6 +156,20 @@ class Result(Strict):
     earlier: list[dict[str, Any]] = []
 
 
+class Accepted(BaseModel):
+    """Greedy drafts of one kind of prompt that were accepted."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    vllm: str
+    setting: Literal["head alone", "lookup_drafts"]
+    k: int
+    kind: str
+    accepted_length: float
+    by_position: list[float]
+    drafts: int
+
+
 class Stale(Exception):
     """A page or a result is invalid; one line for the user."""
 
@@ -363,6 +377,25 @@ def load_section() -> str:
     return _crossed("tokens per second, eagle_mrv2 / stock", rows, lambda column: int(column.split()[0]))
 
 
+def smollm2_section() -> str:
+    """Accepted length of SmolLM2's head by kind of prompt, of benchmarks/smollm2_acceptance.py."""
+    lines = (RESULTS / "cpu-smollm2.jsonl").read_text(encoding="utf-8").splitlines()
+    runs = [Accepted.model_validate_json(line) for line in lines]
+    kinds = list(dict.fromkeys(one.kind for one in runs))
+    alone, lookup = (
+        {one.kind: one for one in runs if one.setting == setting} for setting in ("head alone", "lookup_drafts")
+    )
+    table = [
+        "| prompts | the head alone | positions 1 to 5 | with `lookup_drafts` | ratio |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for kind in kinds:
+        before, after = alone[kind].accepted_length, lookup[kind].accepted_length
+        positions = ", ".join(f"{share:.2f}" for share in alone[kind].by_position)
+        table.append(f"| {kind} | {before:.2f} | {positions} | {after:.2f} | {after / before:.2f} |")
+    return "\n".join(table)
+
+
 def versions_section() -> str:
     """The time of ``eagle_mrv2`` in an earlier version of this package / in a later one."""
     rows: dict[str, dict[str, Iteration]] = {}
@@ -426,6 +459,7 @@ PAGES: Mapping[Path, Sections] = {
         "speed": speed_section,
         "batches": batches_section,
         "load": load_section,
+        "smollm2": smollm2_section,
         "alone": alone_section,
         "versions": versions_section,
         "metadata": metadata_section,

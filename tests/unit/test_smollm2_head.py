@@ -6,7 +6,8 @@ import argparse
 import json
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +88,31 @@ def test_a_head_learns_what_follows(training: ModuleType, target: Path, tmp_path
     assert (config["draft_vocab_size"], config["num_hidden_layers"], config["eos_token_id"]) == (24, 1, 8)
     script("train_demo_pair").save_model(tmp_path / "head", head, config)
     assert load_file(tmp_path / "head" / "model.safetensors")["lm_head.weight"].shape == (24, 32)
+
+
+def test_questions_that_the_target_asks_itself(training: ModuleType) -> None:
+    """It goes on where a user would begin; what has no end, or was asked before, is left out."""
+    pytest.importorskip("vllm")
+    given: list[dict[str, list[int]]] = []
+
+    class Tokenizer:
+        def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+            assert not tokenize
+            return f"<system><user>{messages[0]['content']}<end>"
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            assert (text, add_special_tokens) == ("<system><user>", False)
+            return [1, 2]
+
+    class Engine:
+        def get_tokenizer(self) -> Tokenizer:
+            return Tokenizer()
+
+        def generate(self, prompts: list[dict[str, list[int]]], params: list[Any]) -> list[Any]:
+            given.extend(prompts)
+            assert len({each.seed for each in params}) == len(prompts)
+            said = [("Why? ", "stop"), ("How", "length"), ("Why?", "stop"), ("What?", "stop")]
+            return [SimpleNamespace(outputs=[SimpleNamespace(text=one, finish_reason=how)]) for one, how in said]
+
+    assert training.own_questions(Engine(), 4) == ["Why?", "What?"]
+    assert given == [{"prompt_token_ids": [1, 2]}] * 4
