@@ -1,6 +1,6 @@
 """Accepted length of SmolLM2's EAGLE-3 head by kind of prompt, alone and with ``lookup_drafts``, as a JSON line each.
 
-    python benchmarks/smollm2_acceptance.py --pair FOLDER [--prompts 24] [--tokens 128] [--steps 5]
+    python benchmarks/smollm2_acceptance.py --pair FOLDER [--prompts 24] [--first 0] [--tokens 128] [--steps 5]
 
 FOLDER is what ``python -m vllm_eagle_mrv2_smollm2 --out FOLDER`` made. Greedy answers to prompts that the head was not
 trained on (tools/smollm2_prompts.py), in the installed vLLM; both engines must give the same.
@@ -50,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prompts", type=int, default=24, help="of each kind")
+    parser.add_argument("--first", type=int, default=0, help="place of the first prompt; other places, other prompts")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--steps", type=int, default=5, help="num_speculative_tokens")
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engines, as JSON")
@@ -59,7 +60,10 @@ def main() -> int:
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
-    asked = {kind: texts[:: max(1, len(texts) // options.prompts)] for kind, texts in prompts(held_out=True).items()}
+    asked = {
+        kind: texts[options.first :: max(1, len(texts) // options.prompts)]
+        for kind, texts in prompts(held_out=True).items()
+    }
     asked = {kind: texts[: options.prompts] for kind, texts in asked.items()}
     answers = []
     for setting, chosen in SETTINGS.items():
