@@ -385,15 +385,12 @@ def smollm2_section() -> str:
     alone, lookup = (
         {one.kind: one for one in runs if one.setting == setting} for setting in ("head alone", "lookup_drafts")
     )
-    table = [
-        "| prompts | the head alone | positions 1 to 5 | with `lookup_drafts` | ratio |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for kind in kinds:
         before, after = alone[kind].accepted_length, lookup[kind].accepted_length
         positions = ", ".join(f"{share:.2f}" for share in alone[kind].by_position)
-        table.append(f"| {kind} | {before:.2f} | {positions} | {after:.2f} | {after / before:.2f} |")
-    return "\n".join(table)
+        rows.append([kind, f"{before:.2f}", positions, f"{after:.2f}", f"{after / before:.2f}"])
+    return _table(["prompts", "the head alone", "positions 1 to 5", "with `lookup_drafts`", "ratio"], rows, "---")
 
 
 def versions_section() -> str:

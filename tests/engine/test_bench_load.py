@@ -23,19 +23,7 @@ NAMES = ("stock", "stock again", "eagle_mrv2")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
     """One run of the command, and its JSON."""
     file = tmp_path_factory.mktemp("load") / "load.json"
-    load = [
-        "--concurrency",
-        CONCURRENCY,
-        "--rate",
-        RATE,
-        "--requests",
-        REQUESTS,
-        "--output-tokens",
-        FEWEST,
-        MOST,
-        "--rounds",
-        ROUNDS,
-    ]
+    load = ["--concurrency", CONCURRENCY, "--rate", RATE, "--requests", REQUESTS, "--output-tokens", FEWEST, MOST]
     result = CliRunner().invoke(
         app, ["bench-load", *map(str, [*load, "--rounds", ROUNDS, "-k", K, "--acceptance", *SHARES, "--json", file])]
     )

@@ -11,6 +11,7 @@ from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
 from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request
 
 _FEWEST, _FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 4, 12, 30
+_FEWEST_TO_MEASURE = 3  # at a rate: one before, one whose end is measured, one that ends the round when it is sent
 _SPECIAL_TOKENS = 10
 _PROMPTS = 256
 
@@ -29,7 +30,8 @@ class Traffic:
     def requests_of(self, level: Level) -> int:
         """How many requests of a round of a level count."""
         if level.rate is not None:
-            return max(self.requests or max(_FEWEST_AT_A_RATE, round(level.rate * _SECONDS_OF_A_RATE)), 3)
+            usual = max(_FEWEST_AT_A_RATE, round(level.rate * _SECONDS_OF_A_RATE))
+            return max(self.requests or usual, _FEWEST_TO_MEASURE)
         return self.requests or max(_FEWEST, level.concurrency or 1)
 
     def load(self, level: Level, seed: int, *, fills: bool = True) -> Load:

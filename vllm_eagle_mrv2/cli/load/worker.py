@@ -32,21 +32,21 @@ class Clock:
     """Counts the seconds in which the engine was not paused."""
 
     def __init__(self) -> None:
-        self._counted, self._running_since = 0.0, time.perf_counter()
-        self._paused = False
+        self._counted = 0.0
+        self._running_since: float | None = time.perf_counter()
 
     def now(self) -> float:
         """Seconds so far."""
-        return self._counted + (0.0 if self._paused else time.perf_counter() - self._running_since)
+        return self._counted + (0.0 if self._running_since is None else time.perf_counter() - self._running_since)
 
     def pause(self, at: float) -> None:
         """Stand still at a time that has just passed."""
-        self._counted, self._paused = at, True
+        self._counted, self._running_since = at, None
 
     def resume(self) -> None:
         """Go on."""
-        if self._paused:
-            self._running_since, self._paused = time.perf_counter(), False
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
 
 
 class LoadEngine:
