@@ -275,7 +275,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             max_num_seqs=options.batch if options.mixed else MAX_NUM_SEQS,
             acceptance=ACCEPTANCE if options.mixed else (),
         )
-        job = comparison.job(options.steps, method, {"disable": options.disable} if options.disable else {})
+        disabled = {"disable": options.disable} if options.disable else {}
+        job = comparison.job(options.steps, method, options.option | disabled)
         began = time.perf_counter()
         llm = vllm.LLM(
             **{"model": job.model, "speculative_config": job.speculative_config, **job.arguments, **job.overrides}
@@ -318,7 +319,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     about = {
         "vllm": vllm.__version__,
         "method": options.method,
-        **{name: getattr(options, name) for name in ("family", "steps", "batch", "mixed", "disable")},
+        **{name: getattr(options, name) for name in ("family", "steps", "batch", "mixed", "disable", "option")},
         "shape": options.shape.value,
     }
     return about | found | summary(events, prefills)
@@ -336,6 +337,7 @@ def main() -> None:
     parser.add_argument("--mixed", action="store_true", help="requests that come and go")
     parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
+    parser.add_argument("--option", type=json.loads, default={}, help="options of eagle_mrv2, as JSON")
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"), help="as in benchmarks/ab_time.py")
     options = parser.parse_args()
     # The engine in this process logs to standard output, which must contain the result only.

@@ -51,7 +51,7 @@ on() {
   [[ -z ${EAGLE_MRV2_CACHES:-} || ${EAGLE_MRV2_CACHES_OF:-} == job ]] || caches=$EAGLE_MRV2_CACHES/$release
   libraries=$(printf '%s:' "$root/site-$release"/nvidia/*/lib)
   shift
-  env PYTHONPATH="$work/plugin:$root/site-$release:$root/site-deps" \
+  env PYTHONPATH="$work/plugin:$PWD/tools:$root/site-$release:$root/site-deps" \
     LD_LIBRARY_PATH="${libraries%:}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
     HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 TOKENIZERS_PARALLELISM=false \
     VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_CACHE_ROOT="$caches/vllm" TRITON_CACHE_DIR="$caches/triton" \

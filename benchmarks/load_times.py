@@ -2,10 +2,14 @@
 """``vllm-eagle-mrv2 bench-load --shape`` for several releases on one GPU, as JSON lines for benchmarks/gpu_result.py.
 
     python3 benchmarks/load_times.py --shape 8b --family eagle3 --steps 3 --concurrency 1 8 32 64
+    python3 benchmarks/load_times.py --pair FOLDER --steps 5 --concurrency 1 8 64 --kinds editing
 
 Prints one JSON object per number of requests in flight: the figures of both engines, and the gain of eagle_mrv2 over
 stock in tokens a second: over all rounds, and the lowest and highest of a round.  ``--control`` starts a second engine
 with stock's method and adds how far it is from the first.  ``--setting TEXT`` records what is special about a line.
+
+``--pair`` measures SmolLM2 with its head, as ``python -m vllm_eagle_mrv2_smollm2 --out FOLDER`` makes them, on prompts
+that the head was not trained on; answers end where the model ends them.  It needs ``PYTHONPATH=tools``.
 
 Starting engines takes longer than measuring them: ``--together N FOLDER``, as in benchmarks/ab_time.py.
 """
@@ -22,7 +26,7 @@ from typing import Any
 
 from ab_time import arrive, turn
 
-from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
+from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Comparison, Subject, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
@@ -30,15 +34,37 @@ from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 
+PAIR = "smollm2"
+PROMPTS = 48
+"""Of each kind, for the pair."""
+
+
+def pair_subject(folder: Path, kinds: list[str]) -> Subject:
+    """SmolLM2 with its head, and requests of these kinds in turn, or of all."""
+    from smollm2_prompts import prompts
+    from train_smollm2_head import chat_prompt
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    of_kinds = [spread(texts, PROMPTS) for kind, texts in prompts(held_out=True).items() if kind in kinds or not kinds]
+    ids = [chat_prompt(tokenizer, text) for texts in zip(*of_kinds, strict=True) for text in texts]
+    arguments = {"max_model_len": 2048, FIXED_KV_CACHE: 2 * 2**30}
+    return Subject(PAIR, str(folder / "target"), str(folder / "eagle3"), "eagle3", ids, arguments, offline=True)
+
+
+def spread(texts: list[str], count: int) -> list[str]:
+    """So many of the texts, from all over."""
+    return [texts[number * len(texts) // count] for number in range(count)]
+
 
 def line_of(row: LoadRow, options: argparse.Namespace, version: str) -> dict[str, Any]:
     """A row in the format of benchmarks/results."""
     sampled = options.temperature and f"temperature {options.temperature:g}, top_p {options.top_p:g}"
-    setting = ", ".join(filter(None, [options.setting, sampled]))
+    setting = ", ".join(filter(None, [*options.kinds, options.setting, sampled]))
     gain = row.gain(-1)
     return {
         "vllm": version,
-        "shape": options.shape.value,
+        "shape": PAIR if options.pair else options.shape.value,
         "method": options.family,
         "k": row.k,
         "concurrency": row.level.concurrency,
@@ -60,6 +86,8 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
+    parser.add_argument("--pair", type=Path, metavar="FOLDER", help="SmolLM2 and its head, in place of a shape")
+    parser.add_argument("--kinds", nargs="+", default=[], help="of the pair's prompts: chat code editing prose")
     parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
     parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
@@ -77,14 +105,19 @@ def main() -> int:
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"))
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if options.pair:
+        options.family = "eagle3"
     traffic = Traffic(temperature=options.temperature, top_p=options.top_p, requests=options.requests)
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(
-            subject=shape_subject(Path(folder), options.shape, options.family, random_prompts((128, 1024))),
+            subject=pair_subject(options.pair, options.kinds)
+            if options.pair
+            else shape_subject(Path(folder), options.shape, options.family, random_prompts((128, 1024))),
             before=options.before,
             options=options.option,
             stock_speculative=options.stock,
-            acceptance=ACCEPTANCE,
+            acceptance=() if options.pair else ACCEPTANCE,
+            ignore_eos=not options.pair,
             overrides=options.engine,
             max_num_seqs=max(options.concurrency),
             verbose=True,

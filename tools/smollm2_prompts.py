@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import random
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
@@ -14,7 +15,7 @@ from train_demo_pair import DOCSTRING_MODULES, load_documents
 Kind = Literal["chat", "code", "editing", "prose"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HELD_OUT = 8
-"""Of so many subjects, functions and paragraphs, the last is for measurements only."""
+"""One of so many subjects, tasks, functions and texts is for measurements only."""
 
 _SUBJECTS = """
     the water cycle; photosynthesis; the French Revolution; compound interest; how vaccines work; plate tectonics;
@@ -65,14 +66,16 @@ _TEXT_CHARACTERS = range(160, 600)
 
 
 def prompts(held_out: bool) -> dict[Kind, list[str]]:
-    """What a user asks for, by kind; the same in every run.
+    """What a user asks for, by kind; the same in every run with the same Python.
 
     Args:
         held_out: whether to return those for measurements, instead of those to train with.
     """
     subjects, tasks = (_part(_items(text), held_out) for text in (_SUBJECTS, _TASKS))
-    functions = _part(list(dict.fromkeys(_functions())), held_out)
-    texts = _part(list({_beginning(text): text for text in _paragraphs()}.values()), held_out)
+    functions, texts = (
+        [text for text in {_beginning(text): text for text in all_texts}.values() if _is_held_out(text) is held_out]
+        for all_texts in (_functions(), _paragraphs())
+    )
     chat = [question.format(subject) for subject in subjects for question in _QUESTIONS]
     code = [request.format(task) for task in tasks for request in _REQUESTS]
     code += [f"{question}\n\n```python\n{source}\n```" for source in functions for question in _ABOUT_CODE]
@@ -90,6 +93,11 @@ def _items(text: str) -> list[str]:
 
 def _part(items: list[str], held_out: bool) -> list[str]:
     return [item for number, item in enumerate(items, start=1) if (number % HELD_OUT == 0) is held_out]
+
+
+def _is_held_out(text: str) -> bool:
+    """The same for every Python, whose texts are not all the same; editions of a text have one beginning."""
+    return zlib.crc32(_beginning(text).encode()) % HELD_OUT == 0
 
 
 def _functions() -> Iterator[str]:

@@ -317,6 +317,7 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, shape: Shape, draft_ids: Tensor) -> None:
         super().__init__()
+        self.shape = shape
         self.fc = nn.Linear(len(AUX_LAYER_IDS) * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = DecoderLayer(shape, reads_embeddings=True)
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)

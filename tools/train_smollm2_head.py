@@ -6,9 +6,9 @@
     python tools/train_smollm2_head.py pack --head FOLDER/trained
 
 `answers` has vLLM write the target's answers to the prompts of smollm2_prompts.py and to questions that it asks itself,
-greedily and sampled. `train` rolls the head out as it drafts (see train_demo_pair.py), over a draft vocabulary of the
-tokens that the answers use most, and prints the acceptance on held-out prompts by kind. `pack` puts the head into the
-distribution pairs/smollm2.
+greedily and sampled; where one engine leaves the GPU idle, several can write a share each. `train` rolls the head out
+as it drafts (see train_demo_pair.py), over a draft vocabulary of the tokens that the answers use most, and prints the
+acceptance on held-out prompts by kind. `pack` puts the head into the distribution pairs/smollm2.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Iterable
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from smollm2_prompts import KINDS, Kind, prompts
 from torch import Tensor
 from train_demo_pair import Eagle3Head, Shape, Target, head_loss, llama_config, measure, save_model, train
 
-DRAFT_VOCAB_SIZE = 8192
+DRAFT_VOCAB_SIZE = 16384
+INTERMEDIATE_SIZE = 1536
 LEARNING_RATE = 4e-3
 DEPTH = 5
 SAMPLED = (0.0, 0.7, 1.0)
@@ -46,8 +48,8 @@ def chat_prompt(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def own_questions(llm: Any, count: int) -> list[str]:
-    """What the target expects a user to ask: it writes the user's part of a conversation, at most ``count`` times.
+def own_questions(llm: Any, seeds: Iterable[int]) -> list[str]:
+    """What the target expects a user to ask: it writes the user's part of a conversation, once with each seed.
 
     Source: Magpie (arXiv 2406.08464).
     """
@@ -57,30 +59,24 @@ def own_questions(llm: Any, count: int) -> list[str]:
     message = [{"role": "user", "content": mark}]
     before = tokenizer.apply_chat_template(message, tokenize=False).partition(mark)[0]
     ids = tokenizer.encode(before, add_special_tokens=False)
-    params = [SamplingParams(temperature=0.8, max_tokens=LONGEST_QUESTION, seed=seed) for seed in range(count)]
-    asked = [one.outputs[0] for one in llm.generate(count * [{"prompt_token_ids": ids}], params)]
+    params = [SamplingParams(temperature=0.8, max_tokens=LONGEST_QUESTION, seed=seed) for seed in seeds]
+    asked = [one.outputs[0] for one in llm.generate(len(params) * [{"prompt_token_ids": ids}], params)]
     return list(dict.fromkeys(one.text.strip() for one in asked if one.finish_reason == "stop"))
 
 
-def write_answers(
-    target: str, limit: int | None, questions: int, max_tokens: int, engine: dict[str, Any]
-) -> list[list[int]]:
-    """Token ids of conversations: each training prompt and own question with an answer of each temperature.
-
-    Args:
-        limit: the most prompts of each kind; None for all.
-        questions: how often the target asks itself something.
-        engine: further arguments for ``LLM``.
-    """
+def write_answers(options: argparse.Namespace) -> list[list[int]]:
+    """Token ids of conversations: each training prompt and own question with an answer of each temperature."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(target, max_model_len=2048, **engine)
+    llm = LLM(str(options.target), max_model_len=2048, **options.engine)
     tokenizer = llm.get_tokenizer()
-    of_kinds = (of_kind[:limit] for of_kind in prompts(held_out=False).values())
-    ids = [chat_prompt(tokenizer, text) for text in chain(*of_kinds, own_questions(llm, questions))]
+    share, of = options.share
+    of_kinds = (of_kind[: options.limit][share - 1 :: of] for of_kind in prompts(held_out=False).values())
+    questions = own_questions(llm, range(options.questions)[share - 1 :: of])
+    ids = [chat_prompt(tokenizer, text) for text in chain(*of_kinds, questions)]
     written = []
     for temperature in SAMPLED:
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0, detokenize=False)
+        params = SamplingParams(temperature=temperature, max_tokens=options.max_tokens, seed=0, detokenize=False)
         for prompt, answer in zip(ids, llm.generate([{"prompt_token_ids": one} for one in ids], params), strict=True):
             written.append(prompt + list(answer.outputs[0].token_ids))
     return written
@@ -124,14 +120,17 @@ def most_used(conversations: list[list[int]], count: int) -> Tensor:
 def train_head(target: Target, conversations: list[list[int]], options: argparse.Namespace) -> Eagle3Head:
     """Train a head on windows of the conversations."""
     device, generator = target.norm.weight.device, torch.Generator().manual_seed(0)
-    head = Eagle3Head(target.shape, most_used(conversations, options.draft_vocab)).to(device)
+    shape = dataclasses.replace(target.shape, num_hidden_layers=1, intermediate_size=options.intermediate)
+    head = Eagle3Head(shape, most_used(conversations, options.draft_vocab)).to(device)
     with torch.no_grad():  # begin with what the target makes of its last features
         head.norm.weight.copy_(target.norm.weight)
         head.lm_head.weight.copy_(target.embed_tokens.weight[head.draft_ids])
     windows = Windows(conversations, options.length, generator)
+    # Launching its kernels one by one takes a GPU longer than their work.
+    loss_of = torch.compile(head_loss) if device.type == "cuda" else head_loss
 
     def loss() -> Tensor:
-        return head_loss(target, head, windows.draw(options.batch).to(device), DEPTH)
+        return loss_of(target, head, windows.draw(options.batch).to(device), DEPTH)
 
     train(head, loss, "eagle3", options.steps, LEARNING_RATE, options.minutes * 60)
     return head
@@ -141,7 +140,7 @@ def config_of(head: Eagle3Head, target: Target, folder: Path) -> dict[str, objec
     """The configuration of a head's checkpoint."""
     of_target = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return llama_config(
-        dataclasses.replace(target.shape, num_hidden_layers=1),
+        head.shape,
         "LlamaForCausalLMEagle3",
         draft_vocab_size=len(head.draft_ids),
         eagle_aux_hidden_state_layer_ids=list(target.aux_layers),
@@ -169,15 +168,17 @@ def main() -> None:
         command.add_argument("--out", type=Path, required=True)
     answers.add_argument("--limit", type=int, help="prompts of each kind")
     answers.add_argument("--questions", type=int, default=20_000, help="that the target asks itself")
+    answers.add_argument("--share", type=int, nargs=2, metavar=("NUMBER", "OF"), default=(1, 1), help="1 3 is a third")
     answers.add_argument("--max-tokens", type=int, default=320)
     answers.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
-    training.add_argument("--texts", type=Path, required=True)
+    training.add_argument("--texts", type=Path, nargs="+", required=True)
     training.add_argument("--device", help="default: a GPU if there is one")
     training.add_argument("--steps", type=int, default=6000)
     training.add_argument("--minutes", type=float, default=8.0, help="budget; steps left when it runs out are dropped")
     training.add_argument("--batch", type=int, default=8)
     training.add_argument("--length", type=int, default=512)
     training.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB_SIZE)
+    training.add_argument("--intermediate", type=int, default=INTERMEDIATE_SIZE, help="width of the head's MLP")
     training.add_argument("--measured", type=int, default=12, help="held-out prompts of each kind")
     options = parser.parse_args()
     if options.command == "pack":
@@ -187,9 +188,7 @@ def main() -> None:
         pack(options.head, HEAD)
         return
     if options.command == "answers":
-        written = write_answers(
-            str(options.target), options.limit, options.questions, options.max_tokens, options.engine
-        )
+        written = write_answers(options)
         options.out.write_text(json.dumps(written))
         print(f"{len(written)} conversations, {sum(map(len, written))} tokens")
         return
@@ -198,7 +197,7 @@ def main() -> None:
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     target = load_target(options.target, device)
-    head = train_head(target, json.loads(options.texts.read_text()), options)
+    head = train_head(target, list(chain(*(json.loads(file.read_text()) for file in options.texts))), options)
     save_model(options.out, head, config_of(head, target, options.target))
     for kind, rates in acceptance(
         target, head, AutoTokenizer.from_pretrained(options.target), options.measured

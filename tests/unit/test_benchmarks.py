@@ -146,6 +146,7 @@ def test_a_line_of_a_load(given: dict[str, Any], setting: str | None, control: b
         rounds=[rounds(100, 100, 100), *again, rounds(110, 120, 100)],
     )
     plain = {"shape": load_times.Shape.b1, "family": "eagle", "setting": None, "temperature": 0.0, "top_p": 1.0}
+    plain |= {"pair": None, "kinds": []}
     line = load_times.line_of(row, SimpleNamespace(**plain | given), "0.26.0")
     assert line.pop("setting", None) == setting
     assert line.pop("control", None) == ([1, 0.99, 1.01] if control else None)

@@ -80,7 +80,8 @@ def test_a_head_learns_what_follows(training: ModuleType, target: Path, tmp_path
             parameter.zero_()
     numbers = torch.Generator().manual_seed(1)
     texts = torch.randint(24, (64, 24), generator=numbers).tolist()
-    options = argparse.Namespace(device="cpu", draft_vocab=24, length=24, batch=8, steps=240, minutes=1.0)
+    sizes = {"draft_vocab": 24, "intermediate": 48, "length": 24, "batch": 8}
+    options = argparse.Namespace(**sizes, steps=240, minutes=1.0)
     head = training.train_head(loaded, texts, options)
     rates = script("train_demo_pair").measure(loaded, head, [[3, 4], [5, 6]], new_tokens=8, depth=2)
     assert min(rates) > 0.9
@@ -114,5 +115,5 @@ def test_questions_that_the_target_asks_itself(training: ModuleType) -> None:
             said = [("Why? ", "stop"), ("How", "length"), ("Why?", "stop"), ("What?", "stop")]
             return [SimpleNamespace(outputs=[SimpleNamespace(text=one, finish_reason=how)]) for one, how in said]
 
-    assert training.own_questions(Engine(), 4) == ["Why?", "What?"]
+    assert training.own_questions(Engine(), range(4)) == ["Why?", "What?"]
     assert given == [{"prompt_token_ids": [1, 2]}] * 4
