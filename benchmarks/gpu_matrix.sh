@@ -6,10 +6,10 @@
 #   bash benchmarks/gpu_matrix.sh ROOT OUT loads RELEASE... [-- ARGUMENTS]       benchmarks/load_times.py, likewise
 #   bash benchmarks/gpu_matrix.sh ROOT OUT timelines RELEASE... [-- ARGUMENTS]   benchmarks/draft_timeline.py, likewise
 #   bash benchmarks/gpu_matrix.sh ROOT OUT kernels RELEASE... [-- ARGUMENTS]     benchmarks/kernel_times.py; all kernels, or those named
-#   bash benchmarks/gpu_matrix.sh ROOT OUT lengths RELEASE... [-- ARGUMENTS]     vllm-eagle-mrv2 tune; a release at a time
+#   bash benchmarks/gpu_matrix.sh ROOT OUT lengths RELEASE... [-- ARGUMENTS]     benchmarks/draft_lengths.py; a release at a time
 #
 # A RELEASE may bring arguments of its own, '0.26.0 --steps 7 --batch 1 32', and stand there several times. Tests named by
-# a path take the place of tests/gpu. For lengths, '--acceptance high', middle or low stand for shares of accepted drafts.
+# a path take the place of tests/gpu.
 #
 # ROOT holds what pip would have installed: site-RELEASE for each of them (the stock wheel, and what else is not as the
 # others need it) and site-deps (what they all need beside torch and triton).  This package is installed aside.
@@ -91,26 +91,13 @@ in_turn() { # script, job, folder, arguments
 times() { in_turn benchmarks/ab_time.py "$@"; }
 loads() { in_turn benchmarks/load_times.py "$@"; }
 timelines() { in_turn benchmarks/draft_timeline.py "$@"; }
-kernels() { # job, folder, arguments
-  local job=$1 folder=$2
-  shift 2
-  on "$job" "$python" benchmarks/kernel_times.py "$@" >"$folder/$what.jsonl" 2>"$folder/log"
+on_its_own() { # script, job, folder, arguments
+  local script=$1 job=$2 folder=$3
+  shift 3
+  on "$job" "$python" "$script" "$@" >"$folder/$what.jsonl" 2>"$folder/log"
 }
-
-lengths() { # job, folder, arguments
-  local job=$1 folder=$2 word given=()
-  shift 2
-  for word; do
-    case $word in
-      high) given+=(.85 .75 .65 .55 .45) ;;
-      middle) given+=(.70 .50 .35 .25 .17) ;;
-      low) given+=(.45 .20 .08 .03 .01) ;;
-      *) given+=("$word") ;;
-    esac
-  done
-  on "$job" "$python" "$work/plugin/bin/vllm-eagle-mrv2" tune --verbose "${given[@]}" --json - 2>"$folder/log" |
-    "$python" -m json.tool --compact >"$folder/$what.jsonl"
-}
+kernels() { on_its_own benchmarks/kernel_times.py "$@"; }
+lengths() { on_its_own benchmarks/draft_lengths.py "$@"; }
 
 case $what in tests | times | loads | timelines | kernels | lengths) ;; *) usage ;; esac
 for job in "${jobs[@]}"; do

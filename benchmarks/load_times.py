@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ab_time import arrive, turn
+from draft_lengths import ACCEPTED
 
 from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Comparison, Subject, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
@@ -60,7 +61,8 @@ def spread(texts: list[str], count: int) -> list[str]:
 def line_of(row: LoadRow, options: argparse.Namespace, version: str) -> dict[str, Any]:
     """A row in the format of benchmarks/results."""
     sampled = options.temperature and f"temperature {options.temperature:g}, top_p {options.top_p:g}"
-    setting = ", ".join(filter(None, [*options.kinds, options.setting, sampled]))
+    accepted = options.accepted and f"{options.accepted} acceptance"
+    setting = ", ".join(filter(None, [*options.kinds, accepted, options.setting, sampled]))
     gain = row.gain(-1)
     return {
         "vllm": version,
@@ -95,6 +97,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, help="a round")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--accepted", choices=ACCEPTED, help="how many drafts; default: 2.7 tokens an iteration")
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engines, as JSON")
     parser.add_argument("--option", type=json.loads, default={}, help="options of eagle_mrv2, as JSON")
     parser.add_argument("--stock", type=json.loads, default={}, help="for stock's speculative configuration, as JSON")
@@ -116,7 +119,7 @@ def main() -> int:
             before=options.before,
             options=options.option,
             stock_speculative=options.stock,
-            acceptance=() if options.pair else ACCEPTANCE,
+            acceptance=() if options.pair else ACCEPTED.get(options.accepted, ACCEPTANCE),
             ignore_eos=not options.pair,
             overrides=options.engine,
             max_num_seqs=max(options.concurrency),

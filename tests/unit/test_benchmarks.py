@@ -67,19 +67,13 @@ def test_a_job_of_many_words(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "times.jsonl").read_text() == "measured\nmeasured\n"
 
 
-def test_shares_of_accepted_drafts_by_name(tmp_path: Path) -> None:
-    python = (
-        'case "$*" in *pip*) exit ;; *json.tool*) exec cat ;; esac\n'
-        'shift; echo "$*"; case "$*" in *.08*) exit 1 ;; esac'
-    )
-    jobs = ["0.26.0 --acceptance high --concurrency 1 16", "0.26.0 -k 3 --acceptance middle", "0.26.0 --acceptance low"]
-    run = machine_with(tmp_path, python, *jobs, what="lengths")
+@pytest.mark.parametrize(("what", "script"), [("kernels", "kernel_times"), ("lengths", "draft_lengths")])
+def test_scripts_of_one_engine_or_none(what: str, script: str, tmp_path: Path) -> None:
+    python = 'case "$*" in *pip*) exit ;; esac\necho "$*"; case "$*" in *low*) exit 1 ;; esac'
+    run = machine_with(tmp_path, python, "0.26.0 --accepted high", "0.26.0 --accepted low", what=what)
     assert run.wait(60) == 1  # one of them failed
-    assert sorted((tmp_path / "out" / "lengths.jsonl").read_text().splitlines()) == [
-        "tune --verbose --acceptance .45 .20 .08 .03 .01 --json -",
-        "tune --verbose --acceptance .85 .75 .65 .55 .45 --concurrency 1 16 --json -",
-        "tune --verbose -k 3 --acceptance .70 .50 .35 .25 .17 --json -",
-    ]
+    lines = sorted((tmp_path / "out" / f"{what}.jsonl").read_text().splitlines())
+    assert lines == [f"benchmarks/{script}.py --accepted {kind}" for kind in ("high", "low")]
 
 
 def test_compiled_code_can_be_kept_for_the_next_call(tmp_path: Path) -> None:
@@ -128,6 +122,7 @@ def test_a_line_says_what_is_special_about_it(given: dict[str, Any], said: dict[
         ({"setting": "FP8"}, "FP8"),
         ({"temperature": 0.7}, "temperature 0.7, top_p 1"),
         ({"setting": "FP8", "temperature": 1.0, "top_p": 0.9}, "FP8, temperature 1, top_p 0.9"),
+        ({"accepted": "low", "kinds": ["chat", "code"]}, "chat, code, low acceptance"),
     ],
 )
 @pytest.mark.parametrize("control", [True, False])
@@ -146,7 +141,7 @@ def test_a_line_of_a_load(given: dict[str, Any], setting: str | None, control: b
         rounds=[rounds(100, 100, 100), *again, rounds(110, 120, 100)],
     )
     plain = {"shape": load_times.Shape.b1, "family": "eagle", "setting": None, "temperature": 0.0, "top_p": 1.0}
-    plain |= {"pair": None, "kinds": []}
+    plain |= {"pair": None, "kinds": [], "accepted": None}
     line = load_times.line_of(row, SimpleNamespace(**plain | given), "0.26.0")
     assert line.pop("setting", None) == setting
     assert line.pop("control", None) == ([1, 0.99, 1.01] if control else None)

@@ -147,13 +147,15 @@ def run(*arguments: object) -> Any:
 def test_every_setting_has_the_same_requests_in_turn() -> None:
     engine, done = FakeEngine(lambda in_flight, held: 10 if held is None else held), list[int]()
     found = measure(engine.live(5), 4, Traffic(), 3, done.append)
+    filling, *asked = engine.asked
+    assert filling.fills
+    assert not any(load.fills for load in asked)
     numbers = [0, 1, 2, 3, 5, None]
-    assert [load.draft_length for load in engine.asked] == [*numbers[::-1], *numbers[::-1], *numbers, *numbers[::-1]]
-    assert all(load.fills for load in engine.asked)
-    requests = [load.requests for load in engine.asked]
+    assert [load.draft_length for load in asked] == [*numbers[::-1], *numbers[::-1], *numbers, *numbers[::-1]]
+    requests = [load.requests for load in asked]
     for number in range(4):
         assert all(one == requests[6 * number] for one in requests[6 * number : 6 * number + 6])
-    assert len({load.model_dump_json() for load in engine.asked}) == 4 * 6
+    assert len({load.model_dump_json() for load in asked}) == 4 * 6
     assert {load.concurrency for load in engine.asked} == {found.concurrency} == {4}
     assert found.speeds == {0: 0, 1: 1, 2: 2, 3: 3, 5: 5, AUTO: 10}
     assert {len(rounds) for rounds in found.rounds.values()} == {3}

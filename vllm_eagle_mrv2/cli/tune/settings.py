@@ -25,7 +25,7 @@ def measure(
 ) -> TuneRow:
     """Measure a live engine with every setting, in turn, after one round of each that does not count.
 
-    Every round fills the engine anew: requests in flight would first have drafts of another setting verified.
+    The engine is filled once; a setting takes over the requests in flight from the one before it.
 
     Raises:
         CommandError: the engine failed, or drafts other numbers than those asked for.
@@ -34,9 +34,10 @@ def measure(
     settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
     asked = [functools.partial(_ask, process, setting) for setting in settings]
     level = Level(concurrency=concurrency)
-    for setting, (answer,) in zip(settings, in_turn(asked, [traffic.load(level, seed=0)]), strict=True):
+    process.ask(traffic.load(level, seed=0))
+    first, *loads = (traffic.load(level, seed, fills=False) for seed in range(1, rounds + 2))
+    for setting, (answer,) in zip(settings, in_turn(asked, [first]), strict=True):
         _check_held(setting, answer)
-    loads = [traffic.load(level, seed) for seed in range(1, rounds + 1)]
     return TuneRow(concurrency=concurrency, rounds=dict(zip(settings, in_turn(asked, loads, on_round), strict=True)))
 
 

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""What an engine makes of each number of draft tokens and of its own choice, as lines for benchmarks/gpu_result.py.
+
+    python3 benchmarks/draft_lengths.py --shape 8b --family eagle3 --steps 5 --concurrency 1 4 16 64 128 256 --changes
+
+Prints JSON.  One engine with ``draft_length: auto`` and random weights is up.  As in ``vllm-eagle-mrv2 tune``, rounds
+that hold each number alternate with rounds that leave it to the engine, for every number of requests in flight and each
+kind of shares of accepted drafts (``--accepted``).  A line has the tokens a second of all of them.
+
+``--changes`` has two more lines: the load rises and falls, and the shares of accepted drafts change.  They have the
+tokens a second of each phase from five seconds after its begin on, and the course of the engine's own choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import changing_load
+from changing_load import BIN_S, Changes, Courses, Phase
+
+from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Engines, Setup, shape_subject
+from vllm_eagle_mrv2.cli.bench.shapes import Shape
+from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.load.traffic import Traffic, random_prompts
+from vllm_eagle_mrv2.cli.tune.settings import measure
+from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting
+from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
+
+ACCEPTED = {
+    "high": [0.85, 0.75, 0.65, 0.55, 0.45],
+    "middle": [0.70, 0.50, 0.35, 0.25, 0.17],
+    "low": [0.45, 0.20, 0.08, 0.03, 0.01],
+}
+"""Share of drafts accepted up to each position."""
+SETTLED_S = 5.0
+ROUNDS = {1: 2, 4: 6, 16: 6, 64: 3}
+"""By requests in flight: a few seconds in all; 2 for others."""
+
+
+def changes(seconds: float) -> dict[str, list[Phase]]:
+    """What changes while the engine serves; a phase lasts so long."""
+    load = [Phase(concurrency=many, seconds=seconds) for many in (8, 256, 8)]
+    load[0].acceptance = ACCEPTED["middle"]
+    shares = [Phase(concurrency=16, seconds=seconds, acceptance=ACCEPTED[kind]) for kind in ("high", "low", "high")]
+    return {"8, 256, 8 in flight": load, "high, low, high acceptance at 16 in flight": shares}
+
+
+def settled(courses: Courses) -> list[float]:
+    """Tokens a second of each phase, once it has settled."""
+    begin = round(SETTLED_S / BIN_S)
+    return [round(sum(after) / len(after), 1) for one in courses.phases if (after := one.tokens_per_second[begin:])]
+
+
+def ask(engines: Engines, phases: list[Phase], setting: Setting = AUTO, **further: Any) -> Courses:
+    """Have the engine go through phases.
+
+    Args:
+        further: fields of `Changes`.
+    """
+    (process,) = engines.processes
+    job = Changes(phases=phases, draft_length=None if setting == AUTO else setting, **further)
+    return Courses.model_validate(process.ask(job))
+
+
+def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What was measured, as it comes."""
+    for kind in options.accepted:
+        ask(engines, [Phase(concurrency=0, seconds=0.0, acceptance=ACCEPTED[kind])])
+        for concurrency in options.concurrency:
+            row = measure(engines, concurrency, Traffic(), options.rounds or ROUNDS.get(concurrency, 2))
+            yield {
+                "accepted": kind,
+                "concurrency": concurrency,
+                "tokens_per_second": {str(setting): round(speed, 1) for setting, speed in row.speeds.items()},
+            }
+    for name, phases in changes(options.seconds).items() if options.changes else ():
+        settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
+        courses = {setting: ask(engines, phases, setting) for setting in settings}
+        yield {
+            "change": name,
+            "tokens_per_second": {str(setting): settled(course) for setting, course in courses.items()},
+            "course": {
+                "tokens_per_second": [one.tokens_per_second for one in courses[AUTO].phases],
+                "draft_length": [one.draft_length for one in courses[AUTO].phases],
+            },
+        }
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
+    parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
+    parser.add_argument("--steps", type=int, default=5, choices=range(1, 6), help="the most draft tokens")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--accepted", nargs="+", choices=ACCEPTED, default=list(ACCEPTED))
+    parser.add_argument("--rounds", type=int, help="of each number of requests; default: by their number")
+    parser.add_argument("--changes", action="store_true", help="of the load and of what is accepted, too")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of a phase, at least six")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engine, as JSON")
+    parser.add_argument("--option", type=json.loads, default={}, help="further options of eagle_mrv2, as JSON")
+    options = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    here = str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
+        subject = shape_subject(Path(folder), options.shape, options.family, random_prompts((128, 1024)))
+        del subject.arguments[FIXED_KV_CACHE]  # the only engine takes what its requests in flight need
+        setup = Setup(
+            subject=subject,
+            options=options.option | {"draft_length": AUTO},
+            acceptance=ACCEPTED["middle"],
+            overrides={"worker_extension_cls": "changing_load.AcceptanceRates"} | options.engine,
+            max_num_seqs=max([*options.concurrency, 256 if options.changes else 1]),
+            verbose=True,
+            worker=changing_load.__name__,
+        )
+        about = {"shape": options.shape.value, "method": options.family, "k": options.steps}
+        try:
+            with setup.engines(options.steps) as engines:
+                for line in lines(engines, options):
+                    print(json.dumps({"vllm": engines.started.vllm_version} | about | line), flush=True)
+        except CommandError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""An engine under a load that changes: the worker of benchmarks/draft_lengths.py, on the demo pair."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from scripts import BENCHMARKS, script
+
+from vllm_eagle_mrv2.cli.bench.engines import Engines, Setup, Subject
+from vllm_eagle_mrv2.cli.demo.pair import PAIR, load_prompts
+
+pytestmark = pytest.mark.engine
+
+K = 2
+
+
+@pytest.fixture(scope="module")
+def lengths() -> ModuleType:
+    return script("draft_lengths")
+
+
+@pytest.fixture(scope="module")
+def live(lengths: ModuleType) -> Iterator[Engines]:
+    """The engine, which accepts drafts at random."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]))
+        arguments = {"max_model_len": 512, "kv_cache_memory_bytes": 2**29}
+        subject = Subject("", str(PAIR / "target"), str(PAIR / "eagle3"), "eagle3", load_prompts(), arguments, True)
+        setup = Setup(
+            subject,
+            options={"draft_length": "auto"},
+            acceptance=[0.7, 0.5],
+            overrides={"worker_extension_cls": "changing_load.AcceptanceRates"},
+            max_num_seqs=8,
+            worker="changing_load",
+        )
+        with setup.engines(K) as engines:
+            yield engines
+
+
+def test_what_is_accepted_changes(lengths: ModuleType, live: Engines) -> None:
+    """Of drafts that all are accepted each iteration makes K + 1 tokens, and one of those that never are."""
+    for shares, made in (([1.0, 1.0], K + 1), ([0.0, 0.0], 1)):
+        lengths.ask(live, [lengths.Phase(concurrency=0, seconds=0.0, acceptance=shares)])
+        row = lengths.measure(live, 1, lengths.Traffic((8, 8)), 1)
+        (measured,) = row.rounds[K]
+        assert measured.accepted_length == pytest.approx(made, abs=0.2)
+
+
+def test_the_load_changes(lengths: ModuleType, live: Engines) -> None:
+    """More requests make more tokens a second, and what is held is drafted."""
+    phases = [lengths.Phase(concurrency=many, seconds=7.0, acceptance=[0.5, 0.2]) for many in (1, 6, 1)]
+    courses = lengths.ask(live, phases, K, output_tokens=(4, 8))
+    few, many, few_again = lengths.settled(courses)
+    assert many > 1.5 * max(few, few_again)
+    assert min(few, few_again) > 0
+    assert {len(one.tokens_per_second) for one in courses.phases} == {14}
+    assert {length for one in courses.phases for length in one.draft_length[1:]} == {K}
