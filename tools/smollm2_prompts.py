@@ -1,21 +1,28 @@
-"""Prompts for SmolLM2, of several kinds, from templates and from what ships with Python (PSF licence)."""
+"""Prompts for SmolLM2, of several kinds, from templates and from what ships with Python (PSF licence).
+
+Prompts for measurements ask about subjects and tasks, and have texts and functions of modules, that no prompt for
+training has.
+"""
 
 from __future__ import annotations
 
 import ast
 import random
-import sysconfig
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
-from train_demo_pair import DOCSTRING_MODULES, load_documents
+from train_demo_pair import DOCSTRING_MODULES, documents_of, load_documents, module_text, module_tree
 
 Kind = Literal["chat", "code", "editing", "prose"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HELD_OUT = 8
-"""One of so many subjects, tasks, functions and texts is for measurements only."""
+"""Of so many subjects and tasks, the last is for measurements only."""
+HELD_OUT_MODULES = """
+    calendar cmd copy email/utils ftplib gettext glob gzip http/client http/cookies imaplib inspect ipaddress locale
+    mailbox mimetypes optparse pickle platform posixpath pprint sched selectors shlex smtplib socket socketserver
+    tarfile timeit tokenize trace uuid warnings weakref webbrowser
+"""
+"""Of the standard library, for measurements only; those to train with are `train_demo_pair.DOCSTRING_MODULES`."""
 
 _SUBJECTS = """
     the water cycle; photosynthesis; the French Revolution; compound interest; how vaccines work; plate tectonics;
@@ -72,18 +79,20 @@ def prompts(held_out: bool) -> dict[Kind, list[str]]:
         held_out: whether to return those for measurements, instead of those to train with.
     """
     subjects, tasks = (_part(_items(text), held_out) for text in (_SUBJECTS, _TASKS))
-    functions, texts = (
-        [text for text in {_beginning(text): text for text in all_texts}.values() if _is_held_out(text) is held_out]
-        for all_texts in (_functions(), _paragraphs())
-    )
+    functions = _by_beginning(_functions(DOCSTRING_MODULES.split()))
+    texts = _by_beginning(_paragraphs(load_documents()))
+    if held_out:
+        modules = HELD_OUT_MODULES.split()
+        documents = documents_of(map(module_text, modules))
+        functions = _without(functions, _by_beginning(_functions(modules)))
+        texts = _without(texts, _by_beginning(_paragraphs(documents)))
     chat = [question.format(subject) for subject in subjects for question in _QUESTIONS]
     code = [request.format(task) for task in tasks for request in _REQUESTS]
-    code += [f"{question}\n\n```python\n{source}\n```" for source in functions for question in _ABOUT_CODE]
-    editing = [f"{edit}\n\n```python\n{source}\n```" for source in functions for edit in _EDITS_OF_CODE]
-    editing += [
-        f"{edit}\n\n{_misspelt(text) if 'spelling' in edit else text}" for text in texts for edit in _EDITS_OF_TEXT
-    ]
-    prose = [f"Continue this text:\n\n{_beginning(text)}" for text in texts]
+    code += [f"{question}\n\n```python\n{source}\n```" for source in functions.values() for question in _ABOUT_CODE]
+    editing = [f"{edit}\n\n```python\n{source}\n```" for source in functions.values() for edit in _EDITS_OF_CODE]
+    for text in texts.values():
+        editing += [f"{edit}\n\n{_misspelt(text) if 'spelling' in edit else text}" for edit in _EDITS_OF_TEXT]
+    prose = [f"Continue this text:\n\n{beginning}" for beginning in texts]
     return {"chat": chat, "code": code, "editing": editing, "prose": prose}
 
 
@@ -95,28 +104,26 @@ def _part(items: list[str], held_out: bool) -> list[str]:
     return [item for number, item in enumerate(items, start=1) if (number % HELD_OUT == 0) is held_out]
 
 
-def _is_held_out(text: str) -> bool:
-    """The same for every Python, whose texts are not all the same; editions of a text have one beginning."""
-    return zlib.crc32(_beginning(text).encode()) % HELD_OUT == 0
-
-
-def _functions() -> Iterator[str]:
+def _functions(modules: list[str]) -> Iterator[str]:
     """Short functions of the standard library, with their source."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    for name in DOCSTRING_MODULES.split():
-        source = (stdlib / f"{name}.py").read_text(encoding="utf-8")
-        for node in ast.parse(source).body:
+    for name in modules:
+        for node in module_tree(name).body:
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 in _CODE_LINES:
                 yield ast.unparse(node)
 
 
-def _paragraphs() -> Iterator[str]:
-    for document in load_documents():
+def _paragraphs(documents: Iterable[str]) -> Iterator[str]:
+    for document in documents:
         yield from (line for line in document.split("\n") if len(line) in _TEXT_CHARACTERS)
 
 
-def _beginning(text: str) -> str:
-    return " ".join(text.split()[:24])
+def _by_beginning(texts: Iterable[str]) -> dict[str, str]:
+    """Beginning -> text; the last of those that begin alike."""
+    return {" ".join(text.split()[:24]): text for text in texts}
+
+
+def _without(known: dict[str, str], texts: dict[str, str]) -> dict[str, str]:
+    return {beginning: text for beginning, text in texts.items() if beginning not in known}
 
 
 def _misspelt(text: str) -> str:

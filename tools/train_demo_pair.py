@@ -19,7 +19,7 @@ import random
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -88,14 +88,26 @@ def docstrings(tree: ast.AST) -> Iterator[str]:
         yield from docstrings(child)
 
 
+def module_tree(name: str) -> ast.Module:
+    """A module of the standard library, named by its path without ``.py``."""
+    return ast.parse(Path(sysconfig.get_path("stdlib"), f"{name}.py").read_bytes())
+
+
+def module_text(name: str) -> str:
+    """All docstrings of a module of the standard library."""
+    return "\n\n".join(docstrings(module_tree(name)))
+
+
 def load_documents() -> list[str]:
-    """All documents of the corpus in a fixed order; repeated paragraphs are kept at their first occurrence only."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
+    """All documents of the corpus in a fixed order."""
     sources = [topics[name] for name in sorted(topics)]
-    sources += [
-        "\n\n".join(docstrings(ast.parse((stdlib / f"{name}.py").read_bytes()))) for name in DOCSTRING_MODULES.split()
-    ]
-    sources.append((stdlib / "LICENSE.txt").read_text(encoding="utf-8"))
+    sources += map(module_text, DOCSTRING_MODULES.split())
+    sources.append(Path(sysconfig.get_path("stdlib"), "LICENSE.txt").read_text(encoding="utf-8"))
+    return documents_of(sources)
+
+
+def documents_of(sources: Iterable[str]) -> list[str]:
+    """The prose of each source, a paragraph a line; repeated paragraphs are kept at their first occurrence only."""
     seen: set[str] = set()
     documents = []
     for source in sources:
