@@ -6,9 +6,9 @@
     python tools/train_smollm2_head.py pack --head FOLDER/trained
 
 `answers` has vLLM write the target's answers to the prompts of smollm2_prompts.py and to questions that it asks itself,
-greedily and sampled; where one engine leaves the GPU idle, several can write a share each. `train` rolls the head out
-as it drafts (see train_demo_pair.py), over a draft vocabulary of the tokens that the answers use most, and prints the
-acceptance on held-out prompts by kind. `pack` puts the head into the distribution pairs/smollm2.
+greedily and sampled; one engine leaves most of a GPU idle, and with `--engines 3` three write a third each. `train`
+rolls the head out as it drafts (see train_demo_pair.py), over a draft vocabulary of the tokens that the answers use
+most, and prints the acceptance on held-out prompts by kind. `pack` puts the head into the distribution pairs/smollm2.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterable
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -48,8 +51,8 @@ def chat_prompt(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def own_questions(llm: Any, seeds: Iterable[int]) -> list[str]:
-    """What the target expects a user to ask: it writes the user's part of a conversation, once with each seed.
+def own_questions(llm: Any, count: int) -> list[str]:
+    """What the target expects a user to ask: it writes the user's part of a conversation, at most ``count`` times.
 
     Source: Magpie (arXiv 2406.08464).
     """
@@ -59,27 +62,44 @@ def own_questions(llm: Any, seeds: Iterable[int]) -> list[str]:
     message = [{"role": "user", "content": mark}]
     before = tokenizer.apply_chat_template(message, tokenize=False).partition(mark)[0]
     ids = tokenizer.encode(before, add_special_tokens=False)
-    params = [SamplingParams(temperature=0.8, max_tokens=LONGEST_QUESTION, seed=seed) for seed in seeds]
-    asked = [one.outputs[0] for one in llm.generate(len(params) * [{"prompt_token_ids": ids}], params)]
+    params = SamplingParams(temperature=0.8, max_tokens=LONGEST_QUESTION)
+    asked = [one.outputs[0] for one in llm.generate(count * [{"prompt_token_ids": ids}], params)]
     return list(dict.fromkeys(one.text.strip() for one in asked if one.finish_reason == "stop"))
 
 
 def write_answers(options: argparse.Namespace) -> list[list[int]]:
     """Token ids of conversations: each training prompt and own question with an answer of each temperature."""
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it compiles for minutes
     from vllm import LLM, SamplingParams
 
-    llm = LLM(str(options.target), max_model_len=2048, **options.engine)
-    tokenizer = llm.get_tokenizer()
     share, of = options.share
+    llm = LLM(str(options.target), max_model_len=2048, seed=share, **options.engine)
+    tokenizer = llm.get_tokenizer()
     of_kinds = (of_kind[: options.limit][share - 1 :: of] for of_kind in prompts(held_out=False).values())
-    questions = own_questions(llm, range(options.questions)[share - 1 :: of])
+    questions = own_questions(llm, options.questions // of)
     ids = [chat_prompt(tokenizer, text) for text in chain(*of_kinds, questions)]
     written = []
     for temperature in SAMPLED:
-        params = SamplingParams(temperature=temperature, max_tokens=options.max_tokens, seed=0, detokenize=False)
+        params = SamplingParams(temperature=temperature, max_tokens=options.max_tokens, detokenize=False)
         for prompt, answer in zip(ids, llm.generate([{"prompt_token_ids": one} for one in ids], params), strict=True):
             written.append(prompt + list(answer.outputs[0].token_ids))
     return written
+
+
+def shares_of_answers(options: argparse.Namespace) -> list[list[int]]:
+    """What several engines write, each in a process of its own.
+
+    Raises:
+        SystemExit: one of them failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(share)) for share in range(1, options.engines + 1)]
+        alone = [sys.executable, *sys.argv, "--engines", "1", "--share"]
+        writers = [subprocess.Popen([*alone, file.name, str(options.engines), "--out", str(file)]) for file in files]
+        statuses = [writer.wait() for writer in writers]
+        if any(statuses):
+            raise SystemExit("error: an engine failed")
+        return list(chain.from_iterable(json.loads(file.read_text()) for file in files))
 
 
 # The head
@@ -168,10 +188,11 @@ def main() -> None:
         command.add_argument("--out", type=Path, required=True)
     answers.add_argument("--limit", type=int, help="prompts of each kind")
     answers.add_argument("--questions", type=int, default=20_000, help="that the target asks itself")
+    answers.add_argument("--engines", type=int, default=1, help="that write a share each, on the same GPU")
     answers.add_argument("--share", type=int, nargs=2, metavar=("NUMBER", "OF"), default=(1, 1), help="1 3 is a third")
     answers.add_argument("--max-tokens", type=int, default=320)
     answers.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
-    training.add_argument("--texts", type=Path, nargs="+", required=True)
+    training.add_argument("--texts", type=Path, required=True)
     training.add_argument("--device", help="default: a GPU if there is one")
     training.add_argument("--steps", type=int, default=6000)
     training.add_argument("--minutes", type=float, default=8.0, help="budget; steps left when it runs out are dropped")
@@ -188,7 +209,7 @@ def main() -> None:
         pack(options.head, HEAD)
         return
     if options.command == "answers":
-        written = write_answers(options)
+        written = write_answers(options) if options.engines == 1 else shares_of_answers(options)
         options.out.write_text(json.dumps(written))
         print(f"{len(written)} conversations, {sum(map(len, written))} tokens")
         return
@@ -197,7 +218,7 @@ def main() -> None:
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     target = load_target(options.target, device)
-    head = train_head(target, list(chain(*(json.loads(file.read_text()) for file in options.texts))), options)
+    head = train_head(target, json.loads(options.texts.read_text()), options)
     save_model(options.out, head, config_of(head, target, options.target))
     for kind, rates in acceptance(
         target, head, AutoTokenizer.from_pretrained(options.target), options.measured
