@@ -7,6 +7,7 @@
 Prints one JSON object per number of requests in flight: the figures of both engines, and the gain of eagle_mrv2 over
 stock in tokens a second: over all rounds, and the lowest and highest of a round.  ``--control`` starts a second engine
 with stock's method and adds how far it is from the first.  ``--setting TEXT`` records what is special about a line.
+``--variant SETTING OPTIONS`` starts a further engine of eagle_mrv2, with these options too, and has lines of its own.
 
 ``--pair`` measures SmolLM2 with its head, as ``python -m vllm_eagle_mrv2_smollm2 --out FOLDER`` makes them, on prompts
 that the head was not trained on; answers end where the model ends them.  It needs ``PYTHONPATH=tools``.
@@ -21,6 +22,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,13 @@ from draft_lengths import ACCEPTED
 
 from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Comparison, Subject, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
+from vllm_eagle_mrv2.cli.bench.types import Job
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
+from vllm_eagle_mrv2.config.method import METHOD
 
 PAIR = "smollm2"
 PROMPTS = 48
@@ -58,30 +63,54 @@ def spread(texts: list[str], count: int) -> list[str]:
     return [texts[number * len(texts) // count] for number in range(count)]
 
 
-def line_of(row: LoadRow, options: argparse.Namespace, version: str) -> dict[str, Any]:
-    """A row in the format of benchmarks/results."""
+@dataclass(frozen=True)
+class Variants(Comparison):
+    """A comparison with several engines of eagle_mrv2."""
+
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name -> options beside those of all."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the engines."""
+        return (*super().names, *self.variants)
+
+    def jobs(self, k: int) -> tuple[Job, ...]:
+        """The jobs of the engines."""
+        ours = f"{METHOD}:{self.subject.family}"
+        return (*super().jobs(k), *(self.job(k, ours, self.options | more) for more in self.variants.values()))
+
+
+def lines_of(row: LoadRow, options: argparse.Namespace, version: str) -> Iterator[dict[str, Any]]:
+    """A row in the format of benchmarks/results: a line for each engine of eagle_mrv2."""
+    ours = row.names.index(METHOD)
+    for place, setting in ((ours, options.setting), *enumerate(row.names[ours + 1 :], ours + 1)):
+        shown = {**{name: other for other, name in enumerate(row.names[:ours])}, METHOD: place}
+        yield {
+            "vllm": version,
+            "shape": PAIR if options.pair else options.shape.value,
+            "method": options.family,
+            "k": row.k,
+            "concurrency": row.level.concurrency,
+            **setting_of(setting, options),
+            "gain": [round(one, 4) for one in row.gain(place)],
+            **({} if row.noise is None else {"control": [round(one, 4) for one in row.gain(1)]}),
+            "figures": {
+                name: {metric: round(value, 3) for metric, value in row.figures(engine).items()}
+                for name, engine in shown.items()
+            },
+            "tokens_per_second": {
+                name: [round(one.tokens_per_second, 1) for one in row.rounds[engine]] for name, engine in shown.items()
+            },
+        }
+
+
+def setting_of(name: str | None, options: argparse.Namespace) -> dict[str, str]:
+    """What is special about a line, if anything is."""
     sampled = options.temperature and f"temperature {options.temperature:g}, top_p {options.top_p:g}"
     accepted = options.accepted and f"{options.accepted} acceptance"
-    setting = ", ".join(filter(None, [*options.kinds, accepted, options.setting, sampled]))
-    gain = row.gain(-1)
-    return {
-        "vllm": version,
-        "shape": PAIR if options.pair else options.shape.value,
-        "method": options.family,
-        "k": row.k,
-        "concurrency": row.level.concurrency,
-        **({"setting": setting} if setting else {}),
-        "gain": [round(one, 4) for one in gain],
-        **({} if row.noise is None else {"control": [round(one, 4) for one in row.gain(1)]}),
-        "figures": {
-            name: {metric: round(value, 3) for metric, value in row.figures(place).items()}
-            for place, name in enumerate(row.names)
-        },
-        "tokens_per_second": {
-            name: [round(one.tokens_per_second, 1) for one in rounds]
-            for name, rounds in zip(row.names, row.rounds, strict=True)
-        },
-    }
+    setting = ", ".join(filter(None, [*options.kinds, accepted, name, sampled]))
+    return {"setting": setting} if setting else {}
 
 
 def main() -> int:
@@ -105,6 +134,7 @@ def main() -> int:
     parser.add_argument("--control", action="store_true")
     parser.add_argument("--baseline", action="store_true", help="an engine without speculation, too")
     parser.add_argument("--setting")
+    parser.add_argument("--variant", nargs=2, action="append", default=[], metavar=("SETTING", "OPTIONS"))
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"))
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -112,7 +142,7 @@ def main() -> int:
         options.family = "eagle3"
     traffic = Traffic(temperature=options.temperature, top_p=options.top_p, requests=options.requests)
     with tempfile.TemporaryDirectory() as folder:
-        comparison = Comparison(
+        comparison = Variants(
             subject=pair_subject(options.pair, options.kinds)
             if options.pair
             else shape_subject(Path(folder), options.shape, options.family, random_prompts((128, 1024))),
@@ -127,12 +157,14 @@ def main() -> int:
             control=options.control,
             baseline=options.baseline,
             worker=WORKER,
+            variants={name: json.loads(more) for name, more in options.variant},
         )
         try:
             with comparison.engines(options.steps) as engines, turn(options.together):
                 for concurrency in options.concurrency:
                     row = measure(engines, Level(concurrency=concurrency), traffic, options.rounds)
-                    print(json.dumps(line_of(row, options, engines.started.vllm_version)), flush=True)
+                    for line in lines_of(row, options, engines.started.vllm_version):
+                        print(json.dumps(line), flush=True)
         except CommandError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -115,40 +115,52 @@ def test_a_line_says_what_is_special_about_it(given: dict[str, Any], said: dict[
     assert {key: line[key] for key in ("setting", "without", "before") if key in line} == said
 
 
+PLAIN_LOAD: dict[str, Any] = {"pair": None, "kinds": [], "accepted": None, "setting": None, "temperature": 0.0, "top_p": 1.0}
+
+
 @pytest.mark.parametrize(
     ("given", "setting"),
     [
-        ({}, None),
         ({"setting": "FP8"}, "FP8"),
         ({"temperature": 0.7}, "temperature 0.7, top_p 1"),
         ({"setting": "FP8", "temperature": 1.0, "top_p": 0.9}, "FP8, temperature 1, top_p 0.9"),
         ({"accepted": "low", "kinds": ["chat", "code"]}, "chat, code, low acceptance"),
     ],
 )
+def test_what_is_special_about_a_load(given: dict[str, Any], setting: str) -> None:
+    options = SimpleNamespace(**PLAIN_LOAD | given)
+    setting_of = script("load_times").setting_of
+    assert setting_of(options.setting, options) == {"setting": setting}
+    assert setting_of(None, SimpleNamespace(**PLAIN_LOAD)) == {}
+
+
 @pytest.mark.parametrize("control", [True, False])
-def test_a_line_of_a_load(given: dict[str, Any], setting: str | None, control: bool) -> None:
+def test_the_lines_of_a_load(control: bool) -> None:
+    """One for each engine of ours, beside stock's."""
     load_times = script("load_times")
 
     def rounds(*speeds: int) -> list[LoadRound]:
         figures = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "gap_p99_ms", "accepted_length")
         return [LoadRound(seconds=3.0, num_tokens=speed, **dict.fromkeys(figures, 2 / 3)) for speed in speeds]
 
+    names = ("stock", "stock again", "eagle_mrv2") if control else ("stock", "eagle_mrv2")
     again = [rounds(99, 101, 100)] if control else []
     row = LoadRow(
         k=7,
         level=Level(concurrency=8),
-        names=("stock", "stock again", "eagle_mrv2") if control else ("stock", "eagle_mrv2"),
-        rounds=[rounds(100, 100, 100), *again, rounds(110, 120, 100)],
+        names=(*names, "FP8"),
+        rounds=[rounds(100, 100, 100), *again, rounds(110, 120, 100), rounds(200, 200, 200)],
     )
-    plain = {"shape": load_times.Shape.b1, "family": "eagle", "setting": None, "temperature": 0.0, "top_p": 1.0}
-    plain |= {"pair": None, "kinds": [], "accepted": None}
-    line = load_times.line_of(row, SimpleNamespace(**plain | given), "0.26.0")
-    assert line.pop("setting", None) == setting
+    options = SimpleNamespace(**PLAIN_LOAD | {"shape": load_times.Shape.b1, "family": "eagle"})
+    line, variant = load_times.lines_of(row, options, "0.26.0")
+    assert (variant["setting"], variant["gain"]) == ("FP8", [2, 2, 2])
+    assert variant["figures"]["eagle_mrv2"]["tokens_per_second"] == 66.667
+    assert variant["figures"].keys() == variant["tokens_per_second"].keys() == set(names)
     assert line.pop("control", None) == ([1, 0.99, 1.01] if control else None)
     figures = line.pop("figures")
-    assert tuple(figures) == row.names
+    assert tuple(figures) == names
     taken = line.pop("tokens_per_second")
-    assert (tuple(taken), taken["eagle_mrv2"]) == (row.names, [36.7, 40, 33.3])
+    assert (tuple(taken), taken["eagle_mrv2"]) == (names, [36.7, 40, 33.3])
     assert figures["eagle_mrv2"] == dict.fromkeys(figures["stock"], 0.667) | {"tokens_per_second": 36.667}
     assert line == {
         "vllm": "0.26.0",
@@ -159,6 +171,18 @@ def test_a_line_of_a_load(given: dict[str, Any], setting: str | None, control: b
         "gain": [1.1, 1, 1.2],
     }
     assert json.dumps(line)
+
+
+def test_variants_are_further_engines_of_ours() -> None:
+    load_times = script("load_times")
+    subject = load_times.Subject("", "target", "head", "eagle3", [[1]], {})
+    compared = load_times.Variants(
+        subject=subject, options={"lookup_drafts": True}, control=True, variants={"FP8": {"draft_quantization": "fp8"}}
+    )
+    assert compared.names == ("stock", "stock again", "eagle_mrv2", "FP8")
+    given = [job.overrides.get("additional_config", {}).get("eagle_mrv2") for job in compared.jobs(3)]
+    assert given == [None, None, {"lookup_drafts": True}, {"lookup_drafts": True, "draft_quantization": "fp8"}]
+    assert [job.method for job in compared.jobs(3)] == ["eagle3", "eagle3", "eagle_mrv2:eagle3", "eagle_mrv2:eagle3"]
 
 
 def test_what_the_host_does_in_an_iteration() -> None:
