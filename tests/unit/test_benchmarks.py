@@ -115,7 +115,14 @@ def test_a_line_says_what_is_special_about_it(given: dict[str, Any], said: dict[
     assert {key: line[key] for key in ("setting", "without", "before") if key in line} == said
 
 
-PLAIN_LOAD: dict[str, Any] = {"pair": None, "kinds": [], "accepted": None, "setting": None, "temperature": 0.0, "top_p": 1.0}
+PLAIN_LOAD: dict[str, Any] = {
+    "pair": None,
+    "kinds": [],
+    "accepted": None,
+    "setting": None,
+    "temperature": 0.0,
+    "top_p": 1.0,
+}
 
 
 @pytest.mark.parametrize(
