@@ -8,7 +8,7 @@
 The reports are pytest's JUnit files of tests/gpu, which carry the measured figures as properties.  If a test is in
 several reports, the last one counts, so an interrupted run can be continued.  A test counts as not run if other
 processes had taken the GPU memory that its engine needs.  The times are lines printed by benchmarks/ab_time.py, the
-loads by benchmarks/load_times.py; lines of other releases are ignored.
+loads by benchmarks/load_times.py, and the lengths by benchmarks/draft_lengths.py; lines of other releases are ignored.
 
 Existing contents of the file are kept: replaced measurements move to ``earlier``, and the remaining ones are marked
 with the file's previous commit.  If the commit is the same, new pairs of engines are added to the existing ones.
@@ -78,16 +78,17 @@ def read_times(files: list[Path], release: str) -> list[dict[str, Any]]:
     return joined([line | {side: [line[side]] for side in SIDES} for line in of_release])
 
 
-def put_loads(result: dict[str, Any], files: list[Path], commit: str) -> None:
-    """Put the lines of benchmarks/load_times.py into a result, in place of earlier ones of the same case."""
+def put_lines(result: dict[str, Any], field: str, files: list[Path], commit: str) -> None:
+    """Put the lines of a script into a field of a result, in place of earlier ones of the same case."""
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.startswith("{")]
     new = [line | {"commit": commit} for line in lines if line.pop("vllm") == result["vllm"]]
 
     def case(line: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(line.get(field, "") for field in ("shape", "method", "k", "setting", "concurrency"))
+        fields = ("shape", "method", "k", "setting", "accepted", "change", "concurrency")
+        return tuple(line.get(field, "") for field in fields)
 
-    kept = {case(line): line for line in [*result.get("under_load", []), *new]}
-    result["under_load"] = [kept[key] for key in sorted(kept)]
+    kept = {case(line): line for line in [*result.get(field, []), *new]}
+    result[field] = [kept[key] for key in sorted(kept)]
 
 
 def case_of(line: dict[str, Any]) -> str:
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--reports", type=Path, nargs="+", default=[])
     parser.add_argument("--times", type=Path, nargs="+", default=[])
     parser.add_argument("--loads", type=Path, nargs="+", default=[])
+    parser.add_argument("--lengths", type=Path, nargs="+", default=[])
     parser.add_argument("--date", required=True, help="a file's is that of its tests")
     parser.add_argument("--command", action="append", required=True, help="what was run, as often as needed")
     parser.add_argument("--commit", required=True, help="of the code that ran")
@@ -177,6 +179,7 @@ def main() -> None:
         "draft_metadata": {},
         "iteration_ms": [],
         "under_load": [],
+        "draft_lengths": [],
         "notes": [],
         "earlier": [],
     }
@@ -187,8 +190,9 @@ def main() -> None:
         result["versions"] = versions
     result["command"] += [f"{options.date}, at {options.commit}: {command}" for command in options.command]
     result["notes"] += options.note
-    put_loads(result, options.loads, options.commit)
-    if options.reports or options.times:  # loads name their own commit
+    put_lines(result, "under_load", options.loads, options.commit)
+    put_lines(result, "draft_lengths", options.lengths, options.commit)
+    if options.reports or options.times:  # the others name their own commit
         put_times(result, read_times(options.times, options.version), options.commit)
     target.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{target.name}: {result['tests']}")

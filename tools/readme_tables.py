@@ -43,6 +43,7 @@ GAINS = (
 PACKAGES = {"0.1.0": ("0.26", "0.32"), "0.2.0": tuple(f"0.{minor}" for minor in (20, *range(22, 34)))}
 """Minor releases of vLLM that each version of this package supports."""
 PLACES = ("H200", "H100", "CPU engine")
+AUTO = "auto"
 
 
 class Strict(BaseModel):
@@ -127,6 +128,22 @@ class Load(Measured):
         return f"{self.gain[0]:.2f} ({self.gain[1]:.2f} to {self.gain[2]:.2f}){control}"
 
 
+class Lengths(Measured):
+    """Tokens a second with each number of draft tokens and with the engine's own choice, of draft_lengths.py."""
+
+    accepted: Literal["high", "middle", "low"]
+    concurrency: int
+    tokens_per_second: dict[str, float]
+
+
+class Changes(Measured):
+    """The same while the load or the acceptance changes: a figure for each phase; and the course of the own choice."""
+
+    change: str
+    tokens_per_second: dict[str, list[float]]
+    course: dict[str, list[list[float]]]
+
+
 class DraftMetadata(Strict):
     """Builds of the draft's attention metadata per build of the target's, and their maximum sequence length.
 
@@ -150,6 +167,7 @@ class Result(Strict):
     families: dict[str, FamilyResult]
     iteration_ms: list[Iteration]
     under_load: list[Load] = []
+    draft_lengths: list[Lengths | Changes] = []
     notes: list[str]
     commit: str | None = None
     draft_metadata: dict[Literal["stock", "eagle_mrv2"], DraftMetadata] = {}
@@ -377,6 +395,47 @@ def load_section() -> str:
     return _crossed("tokens per second, eagle_mrv2 / stock", rows, lambda column: int(column.split()[0]))
 
 
+def lengths_section() -> str:
+    """What the engine's own choice of the number of draft tokens makes, beside each number that is held."""
+    found = [
+        (f"{release}, {run.where}", one)
+        for release, runs in _by_release()
+        for run in runs
+        for one in run.draft_lengths
+        if isinstance(one, Lengths)
+    ]
+    rows = []
+    for place, one in found:
+        speeds = dict(one.tokens_per_second)
+        auto = speeds.pop(AUTO)
+        shares = [f"{auto / other:.2f}" for other in (max(speeds.values()), speeds["0"])]
+        cells = [f"{speed:.0f}" for speed in (*speeds.values(), auto)]
+        rows.append([place, one.case, one.accepted, str(one.concurrency), *cells, *shares])
+    held = list(dict.fromkeys(f"K={name}" for _, one in found for name in one.tokens_per_second if name != AUTO))
+    heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, f"{AUTO} / best", f"{AUTO} / K=0"]
+    return _table(heads, rows, "---") if rows else "Not measured yet."
+
+
+def changes_section() -> str:
+    """The same while the load or the acceptance changes: the share of the best number in each phase."""
+    rows = []
+    for release, runs in _by_release():
+        for run in runs:
+            for one in (each for each in run.draft_lengths if isinstance(each, Changes)):
+                speeds = dict(one.tokens_per_second)
+                auto = speeds.pop(AUTO)
+                best = [max((speed, f"K={name}") for name, speed in at) for at in _by_phase(speeds)]
+                shares = [f"{own / most:.2f} of {name}" for own, (most, name) in zip(auto, best, strict=True)]
+                rows.append([f"{release}, {run.where}", one.case, one.change, ", ".join(shares)])
+    heads = ["vLLM", "case", "what changes", f"{AUTO}, of the best number of each phase"]
+    return _table(heads, rows, "---") if rows else "Not measured yet."
+
+
+def _by_phase(speeds: Mapping[str, list[float]]) -> list[list[tuple[str, float]]]:
+    """(number of draft tokens, tokens a second) of all numbers, for each phase."""
+    return [list(zip(speeds, at, strict=True)) for at in zip(*speeds.values(), strict=True)]
+
+
 def smollm2_section() -> str:
     """Accepted length of SmolLM2's head by kind of prompt, of benchmarks/smollm2_acceptance.py."""
     lines = (RESULTS / "cpu-smollm2.jsonl").read_text(encoding="utf-8").splitlines()
@@ -461,6 +520,7 @@ PAGES: Mapping[Path, Sections] = {
         "versions": versions_section,
         "metadata": metadata_section,
     },
+    DOCS / "draft-length.md": {"lengths": lengths_section, "changes": changes_section},
     DOCS / "fixes.md": {"fixes": fixes_section},
     DOCS / "patches.md": {"patches": patches_section},
 }

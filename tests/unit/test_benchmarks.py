@@ -326,7 +326,7 @@ def test_pairs_of_one_case_are_one_result(tmp_path: Path) -> None:
 
 
 def test_a_load_that_was_measured_again_is_replaced(tmp_path: Path) -> None:
-    put = script("gpu_result").put_loads
+    put = script("gpu_result").put_lines
     result: dict[str, Any] = {"vllm": "0.26.0"}
 
     def measured(commit: str, *lines: tuple[str, int, float]) -> list[tuple[Any, ...]]:
@@ -334,12 +334,33 @@ def test_a_load_that_was_measured_again_is_replaced(tmp_path: Path) -> None:
         case = {"shape": "8b", "method": "eagle3", "k": 3}
         loads = [{"vllm": vllm, **case, "concurrency": many, "gain": gain} for vllm, many, gain in lines]
         file.write_text("\n".join(["a log", *map(json.dumps, loads)]))
-        put(result, [file], commit)
+        put(result, "under_load", [file], commit)
         return [(line["concurrency"], line["gain"], line["commit"]) for line in result["under_load"]]
 
     lines = measured("a", ("0.26.0", 8, 1.1), ("0.33.0", 8, 9), ("0.26.0", 1, 1.2))
     assert lines == [(1, 1.2, "a"), (8, 1.1, "a")]
     assert measured("b", ("0.26.0", 8, 1.3)) == [(1, 1.2, "a"), (8, 1.3, "b")]
+
+
+def test_lines_about_draft_lengths(tmp_path: Path) -> None:
+    """Those of a steady load differ from those of one that changes."""
+    file = tmp_path / "lengths.jsonl"
+    result: dict[str, Any] = {"vllm": "0.26.0"}
+    about: list[dict[str, Any]] = [
+        {"accepted": "low", "concurrency": 4},
+        {"change": "load"},
+        {"accepted": "high", "concurrency": 16},
+    ]
+    about += [{"accepted": "low", "concurrency": 64}, {"change": "acceptance"}]
+    file.write_text("\n".join(json.dumps({"vllm": "0.26.0", "shape": "8b", "k": 5} | one) for one in about))
+    for commit in ("a", "b"):
+        script("gpu_result").put_lines(result, "draft_lengths", [file], commit)
+    found: Any = result["draft_lengths"]
+    assert [line.get("change") or (line["accepted"], line["concurrency"]) for line in found] == [
+        *("acceptance", "load"),
+        *(("high", 16), ("low", 4), ("low", 64)),
+    ]
+    assert {line["commit"] for line in found} == {"b"}
 
 
 def test_what_was_measured_again_moves_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

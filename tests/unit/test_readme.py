@@ -169,6 +169,25 @@ def test_gains_under_load(tables: ModuleType, results: Path) -> None:
     ]
 
 
+def test_chosen_draft_lengths(tables: ModuleType, results: Path) -> None:
+    about = {"shape": "8b", "method": "eagle3", "k": 1}
+    steady = {**about, "accepted": "low", "concurrency": 8, "tokens_per_second": {"0": 100, "1": 80, "auto": 98}}
+    speeds = {"0": [100.0, 50.0], "1": [80.0, 90.0], "auto": [99.0, 81.0]}
+    changing = {**about, "change": "load", "tokens_per_second": speeds, "course": {}}
+    assert tables.lengths_section() == tables.changes_section() == "Not measured yet."
+    (results / "h100.json").write_text(result(where="H100", draft_lengths=[steady, changing]))
+    assert tables.lengths_section().splitlines() == [
+        "| vLLM | case | accepted | in flight | K=0 | K=1 | auto | auto / best | auto / K=0 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 | 0.98 |",
+    ]
+    assert tables.changes_section().splitlines() == [
+        "| vLLM | case | what changes | auto, of the best number of each phase |",
+        "| --- | --- | --- | --- |",
+        "| 0.26.0, H100 | 8b eagle3, K=1 | load | 0.99 of K=0, 0.90 of K=1 |",
+    ]
+
+
 def test_gains_are_those_of_releases_with_most_cases(tables: ModuleType, results: Path) -> None:
     one = {"shape": "1b", "method": "eagle", "k": 3, "batch": 1, "stock": [2.0], "eagle_mrv2": [1.6], "ratio": 1.25}
     rows = [{**one, "quartiles": [1.2, 1.3]}, {**one, "k": 7}, {**one, "k": 7, "batch": 32}]
