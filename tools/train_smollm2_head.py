@@ -31,11 +31,12 @@ from smollm2_prompts import KINDS, Kind, prompts
 from torch import Tensor
 from train_demo_pair import Eagle3Head, Shape, Target, head_loss, llama_config, measure, save_model, train
 
-DRAFT_VOCAB_SIZE = 16384
-INTERMEDIATE_SIZE = 1536
+DRAFT_VOCAB_SIZE = 12288
+INTERMEDIATE_SIZE = 3072
+"""Width of the head's MLP, twice the target's: a head of one layer has little else to learn with."""
 LEARNING_RATE = 4e-3
 DEPTH = 5
-SAMPLED = (0.0, 0.7, 1.0)
+SAMPLED = (0.0, 0.7)
 """Temperatures of the answers to each prompt."""
 LONGEST_QUESTION = 96
 """Tokens of a question that the target asks itself; longer ones lose their thread."""
@@ -187,7 +188,7 @@ def main() -> None:
         command.add_argument("--target", type=Path, required=True)
         command.add_argument("--out", type=Path, required=True)
     answers.add_argument("--limit", type=int, help="prompts of each kind")
-    answers.add_argument("--questions", type=int, default=20_000, help="that the target asks itself")
+    answers.add_argument("--questions", type=int, default=30_000, help="that the target asks itself")
     answers.add_argument("--engines", type=int, default=1, help="that write a share each, on the same GPU")
     answers.add_argument("--share", type=int, nargs=2, metavar=("NUMBER", "OF"), default=(1, 1), help="1 3 is a third")
     answers.add_argument("--max-tokens", type=int, default=320)
