@@ -21,6 +21,8 @@ from support import (
     recorded_log,
 )
 
+from vllm_eagle_mrv2.telemetry import counters
+
 from .test_behaviours import check_follows_the_target, sampled_and_ranks
 from .test_dynamic_draft_length import (  # noqa: F401
     asynchronous_on_a_cpu,
@@ -198,6 +200,9 @@ def test_sampled_output_follows_the_target(case: str, monkeypatch: pytest.Monkey
 
 
 def test_other_numbers_are_tried() -> None:
+    """Whatever an earlier engine of this process was to hold."""
+    counters.share_folder()
+    counters.DraftCounter.of_rank(0).slots[counters.HELD] = 1 + K
     with engine("eagle_mrv2", k=K, options=AUTO) as llm, recorded_drafts(llm) as drafts:
         texts = [greedy(llm, PROMPTS[:1], 150) for _ in range(2)]
         assert texts[0] == texts[1]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from scripts import script
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app, draft_counters
@@ -431,6 +432,23 @@ def test_a_round_counts_from_its_own_drafts(served: Live, monkeypatch: pytest.Mo
         engine.measure(load_of(90, 20, 20).model_copy(update={"draft_length": length}))
         waited = [now - then for now, then in zip(begins[-1], before, strict=False)]
         assert (min(waited) >= 4) is settles
+
+
+def test_a_load_that_changes(served: Live) -> None:
+    """As many requests are in flight as each phase says, once those too many have ended (benchmarks/changing_load.py)."""
+    engine: Any
+    engine, fake = served
+    changing = script("changing_load")
+    engine.__class__ = changing.ChangingEngine
+    phases = [{"concurrency": many, "seconds": 1.0} for many in (2, 5, 1)]
+    task = changing.Task.model_validate({"phases": phases, "output_tokens": (5, 10)})
+    courses = engine.measure(task)
+    assert [len(one.tokens_per_second) for one in courses.phases] == [2, 2, 2]
+    assert fake.in_flight[:2] == [1, 2]
+    assert max(fake.in_flight) == 5
+    assert fake.in_flight[-1] == 1
+    assert fake.live == 0
+    assert all(sum(one.tokens_per_second) > 0 for one in courses.phases)
 
 
 def test_a_pause_counts_for_nothing(served: Live) -> None:
