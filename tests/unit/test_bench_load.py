@@ -435,7 +435,7 @@ def test_a_round_counts_from_its_own_drafts(served: Live, monkeypatch: pytest.Mo
 
 
 def test_a_load_that_changes(served: Live) -> None:
-    """As many requests are in flight as each phase says, once those too many have ended (benchmarks/changing_load.py)."""
+    """As many requests are in flight as each phase of benchmarks/changing_load.py says, once the others have ended."""
     engine: Any
     engine, fake = served
     changing = script("changing_load")
