@@ -2,7 +2,7 @@
 """``vllm-eagle-mrv2 bench-load --shape`` for several releases on one GPU, as JSON lines for benchmarks/gpu_result.py.
 
     python3 benchmarks/load_times.py --shape 8b --family eagle3 --steps 3 --concurrency 1 8 32 64
-    python3 benchmarks/load_times.py --pair FOLDER --steps 5 --concurrency 1 8 64 --kinds editing
+    python3 benchmarks/load_times.py --pair FOLDER --steps 5 --concurrency 1 8 --requests 16 96 --kinds all editing
 
 Prints one JSON object per number of requests in flight: the figures of both engines, and the gain of eagle_mrv2 over
 stock in tokens a second: over all rounds, and the lowest and highest of a round.  ``--control`` starts a second engine
@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,20 @@ from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.config.method import METHOD
 
 PAIR = "smollm2"
+KINDS = ("chat", "code", "editing", "prose")
 PROMPTS = 48
 """Of each kind, for the pair."""
 
 
-def pair_subject(folder: Path, kinds: list[str]) -> Subject:
-    """SmolLM2 with its head, and requests of these kinds in turn, or of all."""
+def pair_subject(folder: Path) -> Subject:
+    """SmolLM2 with its head, and prompts of all kinds in turn."""
     from smollm2_prompts import prompts
     from train_smollm2_head import chat_prompt
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-    of_kinds = [spread(texts, PROMPTS) for kind, texts in prompts(held_out=True).items() if kind in kinds or not kinds]
+    asked = prompts(held_out=True)
+    of_kinds = [spread(asked[kind], PROMPTS) for kind in KINDS]
     ids = [chat_prompt(tokenizer, text) for texts in zip(*of_kinds, strict=True) for text in texts]
     arguments = {"max_model_len": 2048, FIXED_KV_CACHE: 2 * 2**30}
     return Subject(PAIR, str(folder / "target"), str(folder / "eagle3"), "eagle3", ids, arguments, offline=True)
@@ -61,6 +64,12 @@ def pair_subject(folder: Path, kinds: list[str]) -> Subject:
 def spread(texts: list[str], count: int) -> list[str]:
     """So many of the texts, from all over."""
     return [texts[number * len(texts) // count] for number in range(count)]
+
+
+def places_of(kind: str, subject: Subject) -> range:
+    """Where the prompts of a kind are among those of the subject, or all of them."""
+    count = len(subject.prompts)
+    return range(count) if kind == "all" else range(KINDS.index(kind), count, len(KINDS))
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Variants(Comparison):
         return (*super().jobs(k), *(self.job(k, ours, self.options | more) for more in self.variants.values()))
 
 
-def lines_of(row: LoadRow, options: argparse.Namespace, version: str) -> Iterator[dict[str, Any]]:
+def lines_of(row: LoadRow, kind: str, options: argparse.Namespace, version: str) -> Iterator[dict[str, Any]]:
     """A row in the format of benchmarks/results: a line for each engine of eagle_mrv2."""
     ours = row.names.index(METHOD)
     for place, setting in ((ours, options.setting), *enumerate(row.names[ours + 1 :], ours + 1)):
@@ -92,7 +101,7 @@ def lines_of(row: LoadRow, options: argparse.Namespace, version: str) -> Iterato
             "method": options.family,
             "k": row.k,
             "concurrency": row.level.concurrency,
-            **setting_of(setting, options),
+            **setting_of(setting, kind, options),
             "gain": [round(one, 4) for one in row.gain(place)],
             **({} if row.noise is None else {"control": [round(one, 4) for one in row.gain(1)]}),
             "figures": {
@@ -105,11 +114,11 @@ def lines_of(row: LoadRow, options: argparse.Namespace, version: str) -> Iterato
         }
 
 
-def setting_of(name: str | None, options: argparse.Namespace) -> dict[str, str]:
+def setting_of(name: str | None, kind: str, options: argparse.Namespace) -> dict[str, str]:
     """What is special about a line, if anything is."""
     sampled = options.temperature and f"temperature {options.temperature:g}, top_p {options.top_p:g}"
     accepted = options.accepted and f"{options.accepted} acceptance"
-    setting = ", ".join(filter(None, [*options.kinds, accepted, name, sampled]))
+    setting = ", ".join(filter(None, [kind != "all" and kind, accepted, name, sampled]))
     return {"setting": setting} if setting else {}
 
 
@@ -118,12 +127,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Shape, choices=list(Shape), metavar="{1b,3b,8b}", default=Shape.b1)
     parser.add_argument("--pair", type=Path, metavar="FOLDER", help="SmolLM2 and its head, in place of a shape")
-    parser.add_argument("--kinds", nargs="+", default=[], help="of the pair's prompts: chat code editing prose")
+    parser.add_argument("--kinds", nargs="+", default=["all"], choices=("all", *KINDS), help="of the pair's prompts")
     parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
     parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--requests", type=int, help="a round")
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[None], help="a round, at each concurrency or at all"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--accepted", choices=ACCEPTED, help="how many drafts; default: 2.7 tokens an iteration")
@@ -140,10 +151,13 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.pair:
         options.family = "eagle3"
-    traffic = Traffic(temperature=options.temperature, top_p=options.top_p, requests=options.requests)
+    requests = options.requests if len(options.requests) > 1 else options.requests * len(options.concurrency)
+    if len(requests) != len(options.concurrency):
+        parser.error("--requests takes one number, or one for each of --concurrency")
+    levels = list(zip(options.concurrency, requests, strict=True))
     with tempfile.TemporaryDirectory() as folder:
         comparison = Variants(
-            subject=pair_subject(options.pair, options.kinds)
+            subject=pair_subject(options.pair)
             if options.pair
             else shape_subject(Path(folder), options.shape, options.family, random_prompts((128, 1024))),
             before=options.before,
@@ -161,9 +175,15 @@ def main() -> int:
         )
         try:
             with comparison.engines(options.steps) as engines, turn(options.together):
-                for concurrency in options.concurrency:
+                for kind, (concurrency, requests) in product(options.kinds, levels):
+                    traffic = Traffic(
+                        temperature=options.temperature,
+                        top_p=options.top_p,
+                        requests=requests,
+                        prompts=places_of(kind, comparison.subject),
+                    )
                     row = measure(engines, Level(concurrency=concurrency), traffic, options.rounds)
-                    for line in lines_of(row, options, engines.started.vllm_version):
+                    for line in lines_of(row, kind, options, engines.started.vllm_version):
                         print(json.dumps(line), flush=True)
         except CommandError as error:
             print(f"error: {error}", file=sys.stderr)

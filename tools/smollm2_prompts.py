@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import ast
 import random
+import sysconfig
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Literal, get_args
 
-from train_demo_pair import DOCSTRING_MODULES, documents_of, load_documents, module_text, module_tree
+from train_demo_pair import documents_of, load_documents, module_text, module_tree
 
 Kind = Literal["chat", "code", "editing", "prose"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HELD_OUT = 8
 """Of so many subjects and tasks, the last is for measurements only."""
 HELD_OUT_MODULES = """
-    calendar cmd copy email/utils ftplib gettext glob gzip http/client http/cookies imaplib inspect ipaddress locale
-    mailbox mimetypes optparse pickle platform posixpath pprint sched selectors shlex smtplib socket socketserver
-    tarfile timeit tokenize trace uuid warnings weakref webbrowser
+    calendar cmd copy email/utils ftplib genericpath gettext glob gzip http/client http/cookies imaplib inspect
+    ipaddress locale mailbox mimetypes ntpath optparse pickle platform posixpath pprint sched selectors shlex smtplib
+    socket socketserver tarfile timeit tokenize trace uuid warnings weakref webbrowser
 """
-"""Of the standard library, for measurements only; those to train with are `train_demo_pair.DOCSTRING_MODULES`."""
+"""Of the standard library, for measurements only; all others are to train with."""
+_NO_MODULES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
+"""Folders beside the modules of the standard library."""
 
 _SUBJECTS = """
     the water cycle; photosynthesis; the French Revolution; compound interest; how vaccines work; plate tectonics;
@@ -79,8 +83,9 @@ def prompts(held_out: bool) -> dict[Kind, list[str]]:
         held_out: whether to return those for measurements, instead of those to train with.
     """
     subjects, tasks = (_part(_items(text), held_out) for text in (_SUBJECTS, _TASKS))
-    functions = _by_beginning(_functions(DOCSTRING_MODULES.split()))
-    texts = _by_beginning(_paragraphs(load_documents()))
+    modules = training_modules()
+    functions = _by_beginning(_functions(modules))
+    texts = _by_beginning(_paragraphs(load_documents(modules)))
     if held_out:
         modules = HELD_OUT_MODULES.split()
         documents = documents_of(map(module_text, modules))
@@ -94,6 +99,14 @@ def prompts(held_out: bool) -> dict[Kind, list[str]]:
         editing += [f"{edit}\n\n{_misspelt(text) if 'spelling' in edit else text}" for edit in _EDITS_OF_TEXT]
     prose = [f"Continue this text:\n\n{beginning}" for beginning in texts]
     return {"chat": chat, "code": code, "editing": editing, "prose": prose}
+
+
+def training_modules() -> list[str]:
+    """The modules to train with, by their paths without ``.py``."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path.relative_to(root).with_suffix("") for path in sorted(root.rglob("*.py"))]
+    names = [path.as_posix() for path in paths if not _NO_MODULES.intersection(path.parts)]
+    return [name for name in names if name not in HELD_OUT_MODULES.split()]
 
 
 def _items(text: str) -> list[str]:
@@ -123,7 +136,9 @@ def _by_beginning(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _without(known: dict[str, str], texts: dict[str, str]) -> dict[str, str]:
-    return {beginning: text for beginning, text in texts.items() if beginning not in known}
+    """The texts that are not, nor almost, among those that are known."""
+    first_words = {tuple(beginning.split()[:8]) for beginning in known}
+    return {beginning: text for beginning, text in texts.items() if tuple(beginning.split()[:8]) not in first_words}
 
 
 def _misspelt(text: str) -> str:

@@ -98,10 +98,10 @@ def module_text(name: str) -> str:
     return "\n\n".join(docstrings(module_tree(name)))
 
 
-def load_documents() -> list[str]:
+def load_documents(modules: Iterable[str] = DOCSTRING_MODULES.split()) -> list[str]:
     """All documents of the corpus in a fixed order."""
     sources = [topics[name] for name in sorted(topics)]
-    sources += map(module_text, DOCSTRING_MODULES.split())
+    sources += map(module_text, modules)
     sources.append(Path(sysconfig.get_path("stdlib"), "LICENSE.txt").read_text(encoding="utf-8"))
     return documents_of(sources)
 
@@ -421,12 +421,18 @@ def rollout(
         yield features, logits
 
 
-def head_loss(target: Target, head: Head, tokens: Tensor, depth: int) -> Tensor:
-    """Cross entropy with the target's own distribution at every step; later steps have less weight."""
+def head_loss(target: Target, head: Head, tokens: Tensor, depth: int, counts: Tensor | None = None) -> Tensor:
+    """Cross entropy with the target's own distribution at every step; later steps have less weight.
+
+    Args:
+        counts: bool [B, T], whether the token that the target predicts at a position counts; None for all of them.
+    """
     with torch.no_grad():
         hidden, aux = target(tokens)
         target_logits = target.logits(hidden).float()
         known = torch.isin(target_logits.argmax(-1), head.draft_ids).float()
+        if counts is not None:
+            known = known * counts
         probabilities = target_logits[..., head.draft_ids].softmax(-1)
     loss = torch.zeros((), device=tokens.device)
     for k, (features, logits) in enumerate(rollout(target, head, tokens, hidden, aux, depth), start=1):

@@ -6,9 +6,10 @@
     python tools/train_smollm2_head.py pack --head FOLDER/trained
 
 `answers` has vLLM write the target's answers to the prompts of smollm2_prompts.py and to questions that it asks itself,
-greedily and sampled; one engine leaves most of a GPU idle, and with `--engines 3` three write a third each. `train`
-rolls the head out as it drafts (see train_demo_pair.py), over a draft vocabulary of the tokens that the answers use
-most, and prints the acceptance on held-out prompts by kind. `pack` puts the head into the distribution pairs/smollm2.
+greedily and sampled, until `--minutes` are over; one engine leaves most of a GPU idle, and with `--engines 3` three
+write a third each. `train` rolls the head out as it drafts (see train_demo_pair.py) in the answers, over a draft
+vocabulary of the tokens that they use most, and prints the acceptance on held-out prompts by kind. `pack` puts the head
+into the distribution pairs/smollm2.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import argparse
 import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +41,16 @@ LEARNING_RATE = 4e-3
 DEPTH = 5
 SAMPLED = (0.0, 0.7)
 """Temperatures of the answers to each prompt."""
+PROMPTS_AT_A_TIME = 4096
+"""The time is looked at between so many: thousands keep an engine's batch full."""
 LONGEST_QUESTION = 96
 """Tokens of a question that the target asks itself; longer ones lose their thread."""
 
 
 # The target's answers
+
+Conversation = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of the target's answer."""
 
 
 def chat_prompt(tokenizer: Any, text: str) -> list[int]:
@@ -68,26 +76,36 @@ def own_questions(llm: Any, count: int) -> list[str]:
     return list(dict.fromkeys(one.text.strip() for one in asked if one.finish_reason == "stop"))
 
 
-def write_answers(options: argparse.Namespace) -> list[list[int]]:
-    """Token ids of conversations: each training prompt and own question with an answer of each temperature."""
+def write_answers(options: argparse.Namespace) -> list[Conversation]:
+    """Answers of each temperature to the training prompts and own questions, in an order by chance."""
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it compiles for minutes
     from vllm import LLM, SamplingParams
 
     share, of = options.share
     llm = LLM(str(options.target), max_model_len=2048, seed=share, **options.engine)
-    tokenizer = llm.get_tokenizer()
+    tokenizer, began = llm.get_tokenizer(), time.monotonic()
     of_kinds = (of_kind[: options.limit][share - 1 :: of] for of_kind in prompts(held_out=False).values())
     questions = own_questions(llm, options.questions // of)
-    ids = [chat_prompt(tokenizer, text) for text in chain(*of_kinds, questions)]
-    written = []
-    for temperature in SAMPLED:
-        params = SamplingParams(temperature=temperature, max_tokens=options.max_tokens, detokenize=False)
+    asked = [
+        (
+            chat_prompt(tokenizer, text),
+            SamplingParams(temperature=temperature, max_tokens=options.max_tokens, detokenize=False),
+        )
+        for text in chain(*of_kinds, questions)
+        for temperature in SAMPLED
+    ]
+    random.Random(share).shuffle(asked)
+    written: list[Conversation] = []
+    for first in range(0, len(asked), PROMPTS_AT_A_TIME):
+        if time.monotonic() - began > options.minutes * 60:
+            break
+        ids, params = zip(*asked[first : first + PROMPTS_AT_A_TIME], strict=True)
         for prompt, answer in zip(ids, llm.generate([{"prompt_token_ids": one} for one in ids], params), strict=True):
-            written.append(prompt + list(answer.outputs[0].token_ids))
+            written.append((prompt, list(answer.outputs[0].token_ids)))
     return written
 
 
-def shares_of_answers(options: argparse.Namespace) -> list[list[int]]:
+def shares_of_answers(options: argparse.Namespace) -> list[Conversation]:
     """What several engines write, each in a process of its own.
 
     Raises:
@@ -109,15 +127,24 @@ def shares_of_answers(options: argparse.Namespace) -> list[list[int]]:
 class Windows:
     """Draws windows of the conversations, which follow each other in one stream; each begins with one of them."""
 
-    def __init__(self, conversations: list[list[int]], length: int, generator: torch.Generator) -> None:
-        self.length, self._generator = length, generator
-        self._stream = torch.tensor(list(chain.from_iterable([*conversations, conversations[0], [0] * length])))
-        self._starts = torch.tensor(list(accumulate(map(len, conversations), initial=0))[:-1])
+    def __init__(self, conversations: list[Conversation], length: int, generator: torch.Generator) -> None:
+        self._generator, self._places = generator, torch.arange(length)
+        stream: list[int] = []
+        answered: list[bool] = []
+        starts = []
+        for prompt, answer in conversations:
+            starts.append(len(stream))
+            stream += prompt + answer
+            answered += (len(prompt) - 1) * [False] + len(answer) * [True] + [False]
+        self._starts = torch.tensor(starts)
+        self._stream = torch.tensor(stream + length * [0])
+        self._answered = torch.tensor(answered + length * [False])
 
-    def draw(self, count: int) -> Tensor:
-        """[count, length] int64"""
+    def draw(self, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens [count, length] int64, and whether the token after each is of an answer, [count, length] bool."""
         which = torch.randint(len(self._starts), (count,), generator=self._generator)
-        return self._stream[self._starts[which, None] + torch.arange(self.length)]
+        places = self._starts[which, None] + self._places
+        return self._stream[places], self._answered[places]
 
 
 def load_target(folder: Path, device: torch.device) -> Target:
@@ -131,14 +158,14 @@ def load_target(folder: Path, device: torch.device) -> Target:
     return target.requires_grad_(False)
 
 
-def most_used(conversations: list[list[int]], count: int) -> Tensor:
-    """The token ids that occur most, in ascending order: [count] int64."""
-    counts = Counter(chain.from_iterable(conversations))
+def most_used(conversations: list[Conversation], count: int) -> Tensor:
+    """The token ids that occur most in the answers, in ascending order: [count] int64."""
+    counts = Counter(chain.from_iterable(answer for _, answer in conversations))
     chosen = [token for token, _ in counts.most_common(count)]
     return torch.tensor(sorted(chosen))
 
 
-def train_head(target: Target, conversations: list[list[int]], options: argparse.Namespace) -> Eagle3Head:
+def train_head(target: Target, conversations: list[Conversation], options: argparse.Namespace) -> Eagle3Head:
     """Train a head on windows of the conversations."""
     device, generator = target.norm.weight.device, torch.Generator().manual_seed(0)
     shape = dataclasses.replace(target.shape, num_hidden_layers=1, intermediate_size=options.intermediate)
@@ -151,7 +178,8 @@ def train_head(target: Target, conversations: list[list[int]], options: argparse
     loss_of = torch.compile(head_loss) if device.type == "cuda" else head_loss
 
     def loss() -> Tensor:
-        return loss_of(target, head, windows.draw(options.batch).to(device), DEPTH)
+        tokens, counts = windows.draw(options.batch)
+        return loss_of(target, head, tokens.to(device), DEPTH, counts.to(device))
 
     train(head, loss, "eagle3", options.steps, LEARNING_RATE, options.minutes * 60)
     return head
@@ -191,7 +219,8 @@ def main() -> None:
     answers.add_argument("--questions", type=int, default=30_000, help="that the target asks itself")
     answers.add_argument("--engines", type=int, default=1, help="that write a share each, on the same GPU")
     answers.add_argument("--share", type=int, nargs=2, metavar=("NUMBER", "OF"), default=(1, 1), help="1 3 is a third")
-    answers.add_argument("--max-tokens", type=int, default=320)
+    answers.add_argument("--max-tokens", type=int, default=224)
+    answers.add_argument("--minutes", type=float, default=4.0, help="after the start; prompts left are not answered")
     answers.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
     training.add_argument("--texts", type=Path, required=True)
     training.add_argument("--device", help="default: a GPU if there is one")
@@ -212,7 +241,7 @@ def main() -> None:
     if options.command == "answers":
         written = write_answers(options) if options.engines == 1 else shares_of_answers(options)
         options.out.write_text(json.dumps(written))
-        print(f"{len(written)} conversations, {sum(map(len, written))} tokens")
+        print(f"{len(written)} conversations, {sum(len(answer) for _, answer in written)} tokens of answers")
         return
 
     from transformers import AutoTokenizer

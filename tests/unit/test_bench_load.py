@@ -219,6 +219,11 @@ def test_a_load_is_the_same_for_a_seed() -> None:
     assert one[0].prompt != other[0].prompt
 
 
+def test_the_prompts_of_a_load_take_turns() -> None:
+    requests = Traffic(prompts=range(1, 9, 4)).load(Level(concurrency=3), 0).requests
+    assert {tuple(request.prompt for request in requests[at : at + 2]) for at in (0, 2, 4)} in ({(1, 5)}, {(5, 1)})
+
+
 def test_requests_arrive_as_a_poisson_process() -> None:
     load = Traffic(requests=4000).load(Level(rate=5.0), 1)
     assert load.concurrency is None

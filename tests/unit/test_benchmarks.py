@@ -117,7 +117,6 @@ def test_a_line_says_what_is_special_about_it(given: dict[str, Any], said: dict[
 
 PLAIN_LOAD: dict[str, Any] = {
     "pair": None,
-    "kinds": [],
     "accepted": None,
     "setting": None,
     "temperature": 0.0,
@@ -126,19 +125,28 @@ PLAIN_LOAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("given", "setting"),
+    ("kind", "given", "setting"),
     [
-        ({"setting": "FP8"}, "FP8"),
-        ({"temperature": 0.7}, "temperature 0.7, top_p 1"),
-        ({"setting": "FP8", "temperature": 1.0, "top_p": 0.9}, "FP8, temperature 1, top_p 0.9"),
-        ({"accepted": "low", "kinds": ["chat", "code"]}, "chat, code, low acceptance"),
+        ("all", {"setting": "FP8"}, "FP8"),
+        ("all", {"temperature": 0.7}, "temperature 0.7, top_p 1"),
+        ("all", {"setting": "FP8", "temperature": 1.0, "top_p": 0.9}, "FP8, temperature 1, top_p 0.9"),
+        ("editing", {"accepted": "low"}, "editing, low acceptance"),
     ],
 )
-def test_what_is_special_about_a_load(given: dict[str, Any], setting: str) -> None:
+def test_what_is_special_about_a_load(kind: str, given: dict[str, Any], setting: str) -> None:
     options = SimpleNamespace(**PLAIN_LOAD | given)
     setting_of = script("load_times").setting_of
-    assert setting_of(options.setting, options) == {"setting": setting}
-    assert setting_of(None, SimpleNamespace(**PLAIN_LOAD)) == {}
+    assert setting_of(options.setting, kind, options) == {"setting": setting}
+    assert setting_of(None, "all", SimpleNamespace(**PLAIN_LOAD)) == {}
+
+
+def test_the_prompts_of_a_kind() -> None:
+    """Kinds take turns among the pair's prompts."""
+    load_times = script("load_times")
+    subject = load_times.Subject("", "target", "head", "eagle3", [[kind] for kind in 3 * [0, 1, 2, 3]], {})
+    for number, kind in enumerate(load_times.KINDS):
+        assert [subject.prompts[place] for place in load_times.places_of(kind, subject)] == 3 * [[number]]
+    assert list(load_times.places_of("all", subject)) == list(range(12))
 
 
 @pytest.mark.parametrize("control", [True, False])
@@ -159,7 +167,7 @@ def test_the_lines_of_a_load(control: bool) -> None:
         rounds=[rounds(100, 100, 100), *again, rounds(110, 120, 100), rounds(200, 200, 200)],
     )
     options = SimpleNamespace(**PLAIN_LOAD | {"shape": load_times.Shape.b1, "family": "eagle"})
-    line, variant = load_times.lines_of(row, options, "0.26.0")
+    line, variant = load_times.lines_of(row, "all", options, "0.26.0")
     assert (variant["setting"], variant["gain"]) == ("FP8", [2, 2, 2])
     assert variant["figures"]["eagle_mrv2"]["tokens_per_second"] == 66.667
     assert variant["figures"].keys() == variant["tokens_per_second"].keys() == set(names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -53,7 +52,7 @@ def test_prompts_of_every_kind() -> None:
 def test_no_text_is_held_out_and_trained_with(kind: str) -> None:
     """Whatever Python has them: editions differ in their texts, and the head may be trained and measured with two."""
     both = script("smollm2_prompts")
-    assert not set(both.HELD_OUT_MODULES.split()) & set(both.DOCSTRING_MODULES.split())
+    assert not set(both.HELD_OUT_MODULES.split()) & set(both.training_modules())
     known, held_out = (
         {tuple(text.partition("\n\n")[2].split()[:12]) for text in both.prompts(held_out=which)[kind]} - {()}
         for which in (False, True)
@@ -68,16 +67,33 @@ def test_words_are_misspelt_alike_every_time() -> None:
     assert sorted(misspelt(text)) == sorted(text)
 
 
-def test_windows_begin_with_a_conversation(training: ModuleType) -> None:
-    conversations = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    windows = training.Windows(conversations, 6, torch.Generator().manual_seed(0))
-    stream = [*chain.from_iterable(conversations), 1, 2, 3, 0, 0, 0, 0, 0, 0]
-    wanted = {tuple(stream[start : start + 6]) for start in (0, 3, 5)}
-    assert {tuple(window) for window in windows.draw(64).tolist()} == wanted
+def test_windows_begin_with_a_conversation_and_count_its_answer(training: ModuleType) -> None:
+    conversations = [([1, 2], [3]), ([4], [5]), ([6, 7], [8, 9])]
+    tokens, counts = training.Windows(conversations, 6, torch.Generator().manual_seed(0)).draw(64)
+    stream = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0, 0, 0, 0]
+    assert {tuple(window) for window in tokens.tolist()} == {tuple(stream[start : start + 6]) for start in (0, 3, 5)}
+    for window, counted in zip(tokens.tolist(), counts.tolist(), strict=True):
+        before_an_answer = [token in {2, 4, 7, 8} for token in window]
+        assert counted == before_an_answer
 
 
-def test_the_draft_vocabulary_is_what_is_used_most(training: ModuleType) -> None:
-    assert training.most_used([[5, 5, 9], [2, 9, 9]], 2).tolist() == [5, 9]
+def test_the_draft_vocabulary_is_what_answers_use_most(training: ModuleType) -> None:
+    assert training.most_used([([2, 2, 2], [5, 5, 9]), ([2], [9, 9])], 2).tolist() == [5, 9]
+
+
+def test_a_token_that_does_not_count_teaches_nothing() -> None:
+    """Whatever the target makes of it."""
+    pair = script("train_demo_pair")
+    torch.manual_seed(0)
+    shape = pair.Shape(vocab_size=16, hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)
+    target, head = pair.Target(shape), pair.Eagle3Head(shape, torch.arange(16))
+    tokens, counts = torch.randint(16, (2, 12)), torch.zeros(2, 12, dtype=torch.bool)
+    counts[:, :6] = True
+    changed = tokens.clone()
+    changed[:, 9:] = 3  # read by none of the predictions that count
+    losses = [pair.head_loss(target, head, one, 2, counts) for one in (tokens, changed)]
+    assert losses[0] == losses[1]
+    assert pair.head_loss(target, head, tokens, 2) != pair.head_loss(target, head, changed, 2)
 
 
 @pytest.mark.slow
@@ -91,7 +107,7 @@ def test_a_head_learns_what_follows(training: ModuleType, target: Path, tmp_path
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.zero_()
     numbers = torch.Generator().manual_seed(1)
-    texts = torch.randint(24, (64, 24), generator=numbers).tolist()
+    texts = [([one[0]], one[1:]) for one in torch.randint(24, (64, 24), generator=numbers).tolist()]
     sizes = {"draft_vocab": 24, "intermediate": 48, "length": 24, "batch": 8}
     options = argparse.Namespace(**sizes, steps=240, minutes=5.0)
     head = training.train_head(loaded, texts, options)

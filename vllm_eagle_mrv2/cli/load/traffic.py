@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_eagle_mrv2.cli.bench.engines import Engines
@@ -26,6 +26,8 @@ class Traffic:
     top_p: float = 1.0
     requests: int | None = None
     """Requests a round that count; None for as many as the level needs (`requests_of`)."""
+    prompts: Sequence[int] = range(_PROMPTS)
+    """Places among the subject's prompts of those that take turns."""
 
     def requests_of(self, level: Level) -> int:
         """How many requests of a round of a level count."""
@@ -37,12 +39,12 @@ class Traffic:
     def load(self, level: Level, seed: int, *, fills: bool = True) -> Load:
         """A round of a level, always the same for a seed; in an open loop requests arrive as a Poisson process."""
         draw, arrives, requests = random.Random(seed), 0.0, []
-        first = draw.randrange(_PROMPTS)
+        first = draw.randrange(len(self.prompts))
         fill = level.concurrency + 1 if fills and level.concurrency is not None else 0
         for number in range(fill + self.requests_of(level)):
             requests.append(
                 Request(
-                    prompt=first + number,
+                    prompt=self.prompts[(first + number) % len(self.prompts)],
                     max_tokens=draw.randint(*self.output_tokens),
                     seed=draw.randrange(1, 2**31),
                     arrives=arrives,
