@@ -54,8 +54,7 @@ def pair_subject(folder: Path) -> Subject:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-    asked = prompts(held_out=True)
-    of_kinds = [spread(asked[kind], PROMPTS) for kind in KINDS]
+    of_kinds = [spread(texts, PROMPTS) for _, texts in sorted(prompts(held_out=True).items())]
     ids = [chat_prompt(tokenizer, text) for texts in zip(*of_kinds, strict=True) for text in texts]
     arguments = {"max_model_len": 2048, FIXED_KV_CACHE: 2 * 2**30}
     return Subject(PAIR, str(folder / "target"), str(folder / "eagle3"), "eagle3", ids, arguments, offline=True)
@@ -118,7 +117,7 @@ def setting_of(name: str | None, kind: str, options: argparse.Namespace) -> dict
     """What is special about a line, if anything is."""
     sampled = options.temperature and f"temperature {options.temperature:g}, top_p {options.top_p:g}"
     accepted = options.accepted and f"{options.accepted} acceptance"
-    setting = ", ".join(filter(None, [kind != "all" and kind, accepted, name, sampled]))
+    setting = ", ".join(filter(None, [kind if kind != "all" else None, accepted, name, sampled]))
     return {"setting": setting} if setting else {}
 
 

@@ -438,7 +438,7 @@ def head_loss(target: Target, head: Head, tokens: Tensor, depth: int, counts: Te
     for k, (features, logits) in enumerate(rollout(target, head, tokens, hidden, aux, depth), start=1):
         drafted = slice(k, k + logits.shape[1])
         entropy = -(probabilities[:, drafted] * logits.float().log_softmax(-1)).sum(-1)
-        step_loss = (entropy * known[:, drafted]).sum() / known[:, drafted].sum()
+        step_loss = (entropy * known[:, drafted]).sum() / known[:, drafted].sum().clamp(min=1)
         if isinstance(head, EagleHead):
             step_loss = step_loss + 0.2 * F.smooth_l1_loss(features.float(), hidden[:, drafted].float())
         loss = loss + 0.8 ** (k - 1) * step_loss
