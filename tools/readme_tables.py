@@ -44,6 +44,9 @@ PACKAGES = {"0.1.0": ("0.26", "0.32"), "0.2.0": tuple(f"0.{minor}" for minor in 
 """Minor releases of vLLM that each version of this package supports."""
 PLACES = ("H200", "H100", "CPU engine")
 AUTO = "auto"
+SMOLLM2 = "smollm2"
+KINDS = ("chat", "code", "editing", "prose")
+"""Of SmolLM2's prompts."""
 
 
 class Strict(BaseModel):
@@ -386,11 +389,11 @@ def alone_section() -> str:
 
 
 def load_section() -> str:
-    """Gains under load by the number of requests in flight."""
+    """Gains under load by the number of requests in flight, with random weights."""
     rows: dict[str, dict[str, Load]] = {}
     for release, runs in read_results().items():
         for run in runs:
-            for one in run.under_load:
+            for one in (each for each in run.under_load if each.shape != SMOLLM2):
                 rows.setdefault(f"{one.case}, {release}, {run.where}", {})[f"{one.concurrency} in flight"] = one
     return _crossed("tokens per second, eagle_mrv2 / stock", rows, lambda column: int(column.split()[0]))
 
@@ -450,6 +453,24 @@ def smollm2_section() -> str:
         positions = ", ".join(f"{share:.2f}" for share in alone[kind].by_position)
         rows.append([kind, f"{before:.2f}", positions, f"{after:.2f}", f"{after / before:.2f}"])
     return _table(["prompts", "the head alone", "positions 1 to 5", "with `lookup_drafts`", "ratio"], rows, "---")
+
+
+def smollm2_speed_section() -> str:
+    """Tokens a second with SmolLM2, of benchmarks/load_times.py: a column for each engine."""
+    rows: dict[tuple[str, str, str, int], dict[str, str]] = {}
+    for release, runs in _by_release():
+        for run in runs:
+            for one in (each for each in run.under_load if each.shape == SMOLLM2):
+                words = one.setting.split(", ") if one.setting else []
+                kind = next((word for word in words if word in KINDS), "all")
+                variant = next((word for word in words if word not in KINDS), "eagle_mrv2")
+                row = rows.setdefault((release, run.where, kind, one.concurrency), {})
+                for engine in ("no speculation", "stock"):
+                    row[engine] = f"{one.figures[engine]['tokens_per_second']:.0f}"
+                row[variant] = f"{one.figures['eagle_mrv2']['tokens_per_second']:.0f}, {one}"
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    cells = [[*map(str, case), *(row.get(column, "-") for column in columns)] for case, row in rows.items()]
+    return _table(["vLLM", "on", "prompts", "in flight", *columns], cells, "---")
 
 
 def versions_section() -> str:
@@ -516,6 +537,7 @@ PAGES: Mapping[Path, Sections] = {
         "batches": batches_section,
         "load": load_section,
         "smollm2": smollm2_section,
+        "smollm2-speed": smollm2_speed_section,
         "alone": alone_section,
         "versions": versions_section,
         "metadata": metadata_section,

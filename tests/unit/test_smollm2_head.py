@@ -145,3 +145,23 @@ def test_questions_that_the_target_asks_itself(training: ModuleType) -> None:
 
     assert training.own_questions(Engine(), 4) == ["Why?", "What?"]
     assert given == [{"prompt_token_ids": [1, 2]}] * 4
+
+
+def test_what_gates_of_lookup_accept() -> None:
+    gates = script("lookup_gates")
+    text = [5, 6, 7, 8, 9, 1, 5, 6, 7]  # and goes on with 8, 9, 1, 5
+    follows, wrong, half = [8, 9, 1, 5, 6], [2, 2, 2, 2, 2], [8, 2, 2, 2, 2]
+    assert gates.copied(text, 3) == [8, 9, 1, 5, 6]
+    assert gates.copied(text, 8) == 5 * [7]  # the text repeats itself
+    assert list(gates.matches(text, 2)) == [(3, 3)]
+    assert gates.gate(3, 3)(text, wrong, follows) == follows
+    assert gates.gate(4, 3)(text, wrong, follows) == wrong
+    assert gates.gate(4, 3)(text, half, follows) == follows
+    assert gates.gate(4, 4)(text, half, follows) == half
+    assert gates.best(text, wrong, follows) == follows
+    assert gates.best(text, wrong, wrong) == wrong
+    drafts = [wrong] * 20
+    drafts[7] = half  # for the tenth token
+    answer = gates.Answer(text[:-1], [7, *follows], drafts)
+    assert gates.accepted_length([answer], gates.alone) == 5 / 4
+    assert gates.accepted_length([answer], gates.gate(4, 3)) == 5

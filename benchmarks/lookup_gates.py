@@ -1,0 +1,143 @@
+"""Accepted length of SmolLM2's head with several gates of ``lookup_drafts``, and with the best choice there is.
+
+    PYTHONPATH=tools python benchmarks/lookup_gates.py --pair FOLDER [--prompts 32] [--tokens 128]
+
+FOLDER is what ``python -m vllm_eagle_mrv2_smollm2 --out FOLDER`` made.  The target answers prompts that the head was
+not trained on, greedily, in plain torch, and the head drafts at every place of the answers.  What an engine would
+accept follows from these, for any gate.  "none" are the head's drafts alone; "best" takes at each place those of which
+most are right, of the head's and of all that follow earlier tokens like the last two: no gate finds better ones.
+Prints a JSON line for each kind of prompt and gate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from smollm2_prompts import KINDS, prompts
+from train_demo_pair import DecodeCache, Eagle3Head, Target, rollout
+from train_smollm2_head import DEPTH, chat_prompt, load_target
+from transformers import AutoTokenizer
+
+from vllm_eagle_mrv2.kernels.lookup import LEAST_MATCH, MOST_MATCH, SURE_MATCH
+
+GATES = ((SURE_MATCH, LEAST_MATCH), (12, 3), (5, 3), (3, 3), (8, 2), (4, 2))
+"""Tokens of a match that replaces the head's first draft, and of one that counts where the first draft agrees."""
+Draft = Callable[[list[int], list[int], list[int]], list[int]]
+"""The text so far, the head's drafts, the tokens that follow -> what is drafted."""
+
+
+class Answer(NamedTuple):
+    """A greedy answer."""
+
+    prompt: list[int]
+    tokens: list[int]
+    drafts: list[list[int]]
+    """The head's for each place of the prompt and the answer, from the third on."""
+
+
+def load_head(folder: Path, target: Target) -> Eagle3Head:
+    """A head's checkpoint, in float32."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    weights = load_file(folder / "model.safetensors")
+    shape = dataclasses.replace(target.shape, num_hidden_layers=1, intermediate_size=config["intermediate_size"])
+    head = Eagle3Head(shape, weights["d2t"] + torch.arange(len(weights["d2t"])))
+    head.load_state_dict(weights)
+    return head
+
+
+@torch.inference_mode()
+def answer_of(target: Target, head: Eagle3Head, prompt: list[int], count: int, end: int) -> Answer:
+    """At most so many tokens, and what the head drafts before each of them."""
+    caches, tokens, read = [DecodeCache() for _ in target.layers], list(prompt), 0
+    while len(tokens) < len(prompt) + count and tokens[len(prompt) :][-1:] != [end]:
+        hidden = target(torch.tensor([tokens[read:]]), caches, start=read)[0]
+        read = len(tokens)
+        tokens.append(int(target.logits(hidden[:, -1]).argmax()))
+    padded = torch.tensor([tokens + (DEPTH + 1) * [0]])
+    hidden, aux = target(padded)
+    steps = [logits.argmax(-1)[0] for _, logits in rollout(target, head, padded, hidden, aux, DEPTH)]
+    return Answer(prompt, tokens[len(prompt) :], head.draft_ids[torch.stack(steps, dim=1)].tolist())
+
+
+def matches(text: list[int], fewest: int) -> Iterator[tuple[int, int]]:
+    """(tokens matched, place after them) of all earlier places like the end of the text."""
+    for place in range(fewest, len(text)):
+        matched = 0
+        while matched < min(place, MOST_MATCH) and text[place - 1 - matched] == text[-1 - matched]:
+            matched += 1
+        if matched >= fewest:
+            yield matched, place
+
+
+def copied(text: list[int], place: int) -> list[int]:
+    """The tokens that follow a place; where it reaches the end of the text, the text repeats itself."""
+    return [text[place + step % (len(text) - place)] for step in range(DEPTH)]
+
+
+def right(drafts: list[int], follows: list[int]) -> int:
+    """How many of the drafts are accepted."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, follows, strict=False)))
+
+
+def gate(sure: int, least: int) -> Draft:
+    """What `lookup_drafts` drafts with these limits."""
+
+    def draft(text: list[int], of_head: list[int], follows: list[int]) -> list[int]:
+        found = [one for one in matches(text, least) if one[0] >= (least if text[one[1]] == of_head[0] else sure)]
+        return copied(text, max(found)[1]) if found else of_head
+
+    return draft
+
+
+def alone(text: list[int], of_head: list[int], follows: list[int]) -> list[int]:
+    """The head's drafts."""
+    return of_head
+
+
+def best(text: list[int], of_head: list[int], follows: list[int]) -> list[int]:
+    """The drafts of which most are right."""
+    return max([of_head, *(copied(text, place) for _, place in matches(text, 2))], key=lambda one: right(one, follows))
+
+
+def accepted_length(answers: list[Answer], draft: Draft) -> float:
+    """Tokens an iteration; the first of an answer comes with the prefill."""
+    iterations = tokens = 0
+    for answer in answers:
+        text, at = answer.prompt + answer.tokens, len(answer.prompt) + 1
+        while at < len(text):
+            follows = text[at : at + DEPTH]
+            made = min(1 + right(draft(text[:at], answer.drafts[at - 2], follows), follows), len(text) - at)
+            at, iterations, tokens = at + made, iterations + 1, tokens + made
+    return tokens / iterations
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--prompts", type=int, default=32, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    options = parser.parse_args()
+    target = load_target(options.pair / "target", torch.device("cpu"))
+    head = load_head(options.pair / "eagle3", target)
+    tokenizer, asked = AutoTokenizer.from_pretrained(options.pair / "target"), prompts(held_out=True)
+    policies: dict[str, Draft] = {"none": alone, **{f"{s}, {m}": gate(s, m) for s, m in GATES}, "best": best}
+    for kind in KINDS:
+        texts = asked[kind][:: max(1, len(asked[kind]) // options.prompts)][: options.prompts]
+        ids = [chat_prompt(tokenizer, text) for text in texts]
+        answers = [answer_of(target, head, one, options.tokens, tokenizer.eos_token_id) for one in ids]
+        for name, draft in policies.items():
+            line = {"kind": kind, "gate": name, "accepted_length": round(accepted_length(answers, draft), 3)}
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
