@@ -43,6 +43,7 @@ from vllm_eagle_mrv2.config.method import METHOD
 
 PAIR = "smollm2"
 KINDS = ("chat", "code", "editing", "prose")
+"""Of the pair's prompts, in alphabetical order."""
 PROMPTS = 48
 """Of each kind, for the pair."""
 

@@ -125,12 +125,14 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prompts", type=int, default=32, help="of each kind")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--known", action="store_true", help="prompts that the head was trained on, instead")
     options = parser.parse_args()
     target = load_target(options.pair / "target", torch.device("cpu"))
     head = load_head(options.pair / "eagle3", target)
-    tokenizer, asked = AutoTokenizer.from_pretrained(options.pair / "target"), prompts(held_out=True)
+    tokenizer, asked = AutoTokenizer.from_pretrained(options.pair / "target"), prompts(held_out=not options.known)
     policies: dict[str, Draft] = {"none": alone, **{f"{s}, {m}": gate(s, m) for s, m in GATES}, "best": best}
-    for kind in KINDS:
+    for kind in options.kinds:
         texts = asked[kind][:: max(1, len(asked[kind]) // options.prompts)][: options.prompts]
         ids = [chat_prompt(tokenizer, text) for text in texts]
         answers = [answer_of(target, head, one, options.tokens, tokenizer.eos_token_id) for one in ids]

@@ -463,7 +463,7 @@ def smollm2_speed_section() -> str:
             for one in (each for each in run.under_load if each.shape == SMOLLM2):
                 words = one.setting.split(", ") if one.setting else []
                 kind = next((word for word in words if word in KINDS), "all")
-                variant = next((word for word in words if word not in KINDS), "eagle_mrv2")
+                variant = ", ".join(word for word in words if word not in KINDS) or "eagle_mrv2"
                 row = rows.setdefault((release, run.where, kind, one.concurrency), {})
                 for engine in ("no speculation", "stock"):
                     row[engine] = f"{one.figures[engine]['tokens_per_second']:.0f}"

@@ -169,6 +169,22 @@ def test_gains_under_load(tables: ModuleType, results: Path) -> None:
     ]
 
 
+def test_speeds_with_a_real_model(tables: ModuleType, results: Path) -> None:
+    """Are not among those of random weights."""
+    speeds = {"no speculation": 300, "stock": 500, "eagle_mrv2": 600}
+    about = {"shape": "smollm2", "method": "eagle3", "k": 5, "concurrency": 8, "gain": [1.2, 1.1, 1.3]}
+    one = {**about, "figures": {engine: {"tokens_per_second": speed} for engine, speed in speeds.items()}}
+    rows = [one, {**one, "setting": "FP8"}, {**one, "setting": "editing, FP8"}]
+    (results / "h100.json").write_text(result(where="H100", under_load=rows))
+    assert tables.load_section().splitlines()[2:] == []
+    assert tables.smollm2_speed_section().splitlines() == [
+        "| vLLM | on | prompts | in flight | no speculation | stock | eagle_mrv2 | FP8 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 0.26.0 | H100 | all | 8 | 300 | 500 | 600, 1.20 (1.10 to 1.30) | 600, 1.20 (1.10 to 1.30) |",
+        "| 0.26.0 | H100 | editing | 8 | 300 | 500 | - | 600, 1.20 (1.10 to 1.30) |",
+    ]
+
+
 def test_chosen_draft_lengths(tables: ModuleType, results: Path) -> None:
     about = {"shape": "8b", "method": "eagle3", "k": 1}
     steady = {**about, "accepted": "low", "concurrency": 8, "tokens_per_second": {"0": 100, "1": 80, "auto": 98}}
