@@ -416,7 +416,7 @@ def lengths_section() -> str:
         rows.append([place, one.case, one.accepted, str(one.concurrency), *cells, *shares])
     held = list(dict.fromkeys(f"K={name}" for _, one in found for name in one.tokens_per_second if name != AUTO))
     heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, f"{AUTO} / best", f"{AUTO} / K=0"]
-    return _table(heads, rows, "---") if rows else "Not measured yet."
+    return _with_plots(_table(heads, rows, "---"), "lengths", Lengths) if rows else "Not measured yet."
 
 
 def changes_section() -> str:
@@ -431,7 +431,18 @@ def changes_section() -> str:
                 shares = [f"{own / most:.2f} of {name}" for own, (most, name) in zip(auto, best, strict=True)]
                 rows.append([f"{release}, {run.where}", one.case, one.change, ", ".join(shares)])
     heads = ["vLLM", "case", "what changes", f"{AUTO}, of the best number of each phase"]
-    return _table(heads, rows, "---") if rows else "Not measured yet."
+    return _with_plots(_table(heads, rows, "---"), "changes", Changes) if rows else "Not measured yet."
+
+
+def _with_plots(table: str, what: str, kind: type[Lengths] | type[Changes]) -> str:
+    """The table, and links to what tools/draft_length_plots.py draws of each result that has such measurements."""
+    runs = [run for _, runs in _by_release() for run in runs if any(isinstance(one, kind) for one in run.draft_lengths)]
+    return "\n\n".join([table, *(f"![{what}, {run.vllm}, {run.where}]({plot_of(run, what)})" for run in runs)])
+
+
+def plot_of(run: Result, what: str) -> str:
+    """The name of a plot of a result."""
+    return f"draft-length-{what}-{run.vllm}-{run.where.lower()}.svg"
 
 
 def _by_phase(speeds: Mapping[str, list[float]]) -> list[list[tuple[str, float]]]:

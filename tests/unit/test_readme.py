@@ -189,19 +189,33 @@ def test_chosen_draft_lengths(tables: ModuleType, results: Path) -> None:
     about = {"shape": "8b", "method": "eagle3", "k": 1}
     steady = {**about, "accepted": "low", "concurrency": 8, "tokens_per_second": {"0": 100, "1": 80, "auto": 98}}
     speeds = {"0": [100.0, 50.0], "1": [80.0, 90.0], "auto": [99.0, 81.0]}
-    changing = {**about, "change": "load", "tokens_per_second": speeds, "course": {}}
+    course = {"tokens_per_second": [[90.0, 99.0], [60.0]], "draft_length": [[1, 0], [1]]}
+    changing = {**about, "change": "load", "tokens_per_second": speeds, "course": course}
     assert tables.lengths_section() == tables.changes_section() == "Not measured yet."
     (results / "h100.json").write_text(result(where="H100", draft_lengths=[steady, changing]))
     assert tables.lengths_section().splitlines() == [
         "| vLLM | case | accepted | in flight | K=0 | K=1 | auto | auto / best | auto / K=0 |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 | 0.98 |",
+        "",
+        "![lengths, 0.26.0, H100](draft-length-lengths-0.26.0-h100.svg)",
     ]
     assert tables.changes_section().splitlines() == [
         "| vLLM | case | what changes | auto, of the best number of each phase |",
         "| --- | --- | --- | --- |",
         "| 0.26.0, H100 | 8b eagle3, K=1 | load | 0.99 of K=0, 0.90 of K=1 |",
+        "",
+        "![changes, 0.26.0, H100](draft-length-changes-0.26.0-h100.svg)",
     ]
+    plots = script("draft_length_plots")
+    (results / "h200.json").write_text(result())  # has nothing to draw
+    drawn = plots.draw_all(tables.read_results(), results)
+    assert [path.name for path in drawn] == [f"draft-length-{what}-0.26.0-h100.svg" for what in ("lengths", "changes")]
+    texts = [path.read_text() for path in drawn]
+    assert all(label in texts[0] for label in ("low acceptance", "K=1", "auto"))
+    assert "draft tokens" in texts[1]
+    plots.draw_all(tables.read_results(), results)
+    assert [path.read_text() for path in drawn] == texts
 
 
 def test_gains_are_those_of_releases_with_most_cases(tables: ModuleType, results: Path) -> None:
