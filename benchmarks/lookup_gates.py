@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 from smollm2_prompts import KINDS, prompts
-from train_demo_pair import DecodeCache, Eagle3Head, Target, rollout
+from train_demo_pair import Eagle3Head, Target, generate, rollout
 from train_smollm2_head import DEPTH, chat_prompt, load_target
 from transformers import AutoTokenizer
 
-from vllm_eagle_mrv2.kernels.lookup import LEAST_MATCH, MOST_MATCH, SURE_MATCH
+from vllm_eagle_mrv2.kernels.lookup import LEAST_MATCH, SURE_MATCH, earlier_matches
 
 GATES = ((SURE_MATCH, LEAST_MATCH), (12, 3), (5, 3), (3, 3), (8, 2), (4, 2))
 """Tokens of a match that replaces the head's first draft, and of one that counts where the first draft agrees."""
@@ -56,25 +56,14 @@ def load_head(folder: Path, target: Target) -> Eagle3Head:
 @torch.inference_mode()
 def answer_of(target: Target, head: Eagle3Head, prompt: list[int], count: int, end: int) -> Answer:
     """At most so many tokens, and what the head drafts before each of them."""
-    caches, tokens, read = [DecodeCache() for _ in target.layers], list(prompt), 0
-    while len(tokens) < len(prompt) + count and tokens[len(prompt) :][-1:] != [end]:
-        hidden = target(torch.tensor([tokens[read:]]), caches, start=read)[0]
-        read = len(tokens)
-        tokens.append(int(target.logits(hidden[:, -1]).argmax()))
+    greedy = torch.zeros(1, dtype=torch.long)
+    tokens = generate(target, torch.tensor([prompt]), len(prompt) + count, greedy, torch.Generator())[0].tolist()
+    if end in tokens[len(prompt) :]:
+        tokens = tokens[: tokens.index(end, len(prompt)) + 1]
     padded = torch.tensor([tokens + (DEPTH + 1) * [0]])
     hidden, aux = target(padded)
     steps = [logits.argmax(-1)[0] for _, logits in rollout(target, head, padded, hidden, aux, DEPTH)]
     return Answer(prompt, tokens[len(prompt) :], head.draft_ids[torch.stack(steps, dim=1)].tolist())
-
-
-def matches(text: list[int], fewest: int) -> Iterator[tuple[int, int]]:
-    """(tokens matched, place after them) of all earlier places like the end of the text."""
-    for place in range(fewest, len(text)):
-        matched = 0
-        while matched < min(place, MOST_MATCH) and text[place - 1 - matched] == text[-1 - matched]:
-            matched += 1
-        if matched >= fewest:
-            yield matched, place
 
 
 def copied(text: list[int], place: int) -> list[int]:
@@ -91,7 +80,9 @@ def gate(sure: int, least: int) -> Draft:
     """What `lookup_drafts` drafts with these limits."""
 
     def draft(text: list[int], of_head: list[int], follows: list[int]) -> list[int]:
-        found = [one for one in matches(text, least) if one[0] >= (least if text[one[1]] == of_head[0] else sure)]
+        found = [
+            one for one in earlier_matches(text, least) if one[0] >= (least if text[one[1]] == of_head[0] else sure)
+        ]
         return copied(text, max(found)[1]) if found else of_head
 
     return draft
@@ -104,7 +95,9 @@ def alone(text: list[int], of_head: list[int], follows: list[int]) -> list[int]:
 
 def best(text: list[int], of_head: list[int], follows: list[int]) -> list[int]:
     """The drafts of which most are right."""
-    return max([of_head, *(copied(text, place) for _, place in matches(text, 2))], key=lambda one: right(one, follows))
+    return max(
+        [of_head, *(copied(text, place) for _, place in earlier_matches(text, 2))], key=lambda one: right(one, follows)
+    )
 
 
 def accepted_length(answers: list[Answer], draft: Draft) -> float:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from readme_tables import AUTO, DOCS, Changes, Lengths, Result, plot_of, read_results
 
 BIN_S = 0.5
-"""Seconds of a figure of a course."""
+"""Seconds of a figure of a course, as in benchmarks/changing_load.py."""
 STYLE = {"svg.hashsalt": "vllm-eagle-mrv2", "svg.fonttype": "none"}
 """The same plot is the same file, and its text stays text."""
 

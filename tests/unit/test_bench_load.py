@@ -220,6 +220,9 @@ def test_a_load_is_the_same_for_a_seed() -> None:
 
 
 def test_the_prompts_of_a_load_take_turns() -> None:
+    """All of the subject's, however many it has, or some of them."""
+    places = [request.prompt for request in Traffic(requests=600).load(Level(concurrency=1), 0).requests]
+    assert [b - a for a, b in pairwise(places)] == [1] * (len(places) - 1)
     requests = Traffic(prompts=range(1, 9, 4)).load(Level(concurrency=3), 0).requests
     assert {tuple(request.prompt for request in requests[at : at + 2]) for at in (0, 2, 4)} in ({(1, 5)}, {(5, 1)})
 

@@ -93,6 +93,7 @@ def test_a_token_that_does_not_count_teaches_nothing() -> None:
     changed[:, 9:] = 3  # read by none of the predictions that count
     losses = [pair.head_loss(target, head, one, 2, counts) for one in (tokens, changed)]
     assert losses[0] == losses[1]
+    assert pair.head_loss(target, head, tokens, 2, torch.zeros_like(counts)) == 0
     assert pair.head_loss(target, head, tokens, 2) != pair.head_loss(target, head, changed, 2)
 
 
@@ -153,7 +154,7 @@ def test_what_gates_of_lookup_accept() -> None:
     follows, wrong, half = [8, 9, 1, 5, 6], [2, 2, 2, 2, 2], [8, 2, 2, 2, 2]
     assert gates.copied(text, 3) == [8, 9, 1, 5, 6]
     assert gates.copied(text, 8) == 5 * [7]  # the text repeats itself
-    assert list(gates.matches(text, 2)) == [(3, 3)]
+    assert list(gates.earlier_matches(text, 2)) == [(3, 3)]
     assert gates.gate(3, 3)(text, wrong, follows) == follows
     assert gates.gate(4, 3)(text, wrong, follows) == wrong
     assert gates.gate(4, 3)(text, half, follows) == follows

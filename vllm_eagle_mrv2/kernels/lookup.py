@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -196,6 +198,16 @@ def store_found_logits_reference(buffers: DraftBuffers, lookup: Lookup, num_rows
             logits[request, step, token] = 0.0
 
 
+def earlier_matches(text: list[int], fewest: int) -> Iterator[tuple[int, int]]:
+    """(tokens matched, place after them) wherever at least so many earlier tokens are those at the end of the text."""
+    for place in range(fewest, len(text)):
+        matched = 0
+        while matched < min(place, MOST_MATCH) and text[place - 1 - matched] == text[-1 - matched]:
+            matched += 1
+        if matched >= fewest:
+            yield matched, place
+
+
 def look_up_drafts_reference(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> None:
     """`look_up_drafts` in plain Python."""
     num_columns = lookup.found.shape[1]
@@ -206,13 +218,11 @@ def look_up_drafts_reference(buffers: DraftBuffers, lookup: Lookup, num_rows: in
             continue
         text = lookup.tokens[request, : int(lookup.lengths[request])].tolist()
         first = int(buffers.draft_tokens[row, 0])
-        matches = []
-        for place in range(LEAST_MATCH, len(text)):
-            matched = 0
-            while matched < min(place, MOST_MATCH) and text[place - 1 - matched] == text[-1 - matched]:
-                matched += 1
-            if matched >= (LEAST_MATCH if text[place] == first else SURE_MATCH):
-                matches.append((matched, place))
+        matches = [
+            (matched, place)
+            for matched, place in earlier_matches(text, LEAST_MATCH)
+            if matched >= (LEAST_MATCH if text[place] == first else SURE_MATCH)
+        ]
         if not matches:
             continue
         matched, place = max(matches)

@@ -26,8 +26,8 @@ class Traffic:
     top_p: float = 1.0
     requests: int | None = None
     """Requests a round that count; None for as many as the level needs (`requests_of`)."""
-    prompts: Sequence[int] = range(_PROMPTS)
-    """Places among the subject's prompts of those that take turns."""
+    prompts: Sequence[int] = ()
+    """Places among the subject's prompts of those that take turns; none for all of them."""
 
     def requests_of(self, level: Level) -> int:
         """How many requests of a round of a level count."""
@@ -36,15 +36,18 @@ class Traffic:
             return max(self.requests or usual, _FEWEST_TO_MEASURE)
         return self.requests or max(_FEWEST, level.concurrency or 1)
 
+    def _place(self, turn: int) -> int:
+        return self.prompts[turn % len(self.prompts)] if self.prompts else turn
+
     def load(self, level: Level, seed: int, *, fills: bool = True) -> Load:
         """A round of a level, always the same for a seed; in an open loop requests arrive as a Poisson process."""
         draw, arrives, requests = random.Random(seed), 0.0, []
-        first = draw.randrange(len(self.prompts))
+        first = draw.randrange(_PROMPTS)
         fill = level.concurrency + 1 if fills and level.concurrency is not None else 0
         for number in range(fill + self.requests_of(level)):
             requests.append(
                 Request(
-                    prompt=self.prompts[(first + number) % len(self.prompts)],
+                    prompt=self._place(first + number),
                     max_tokens=draw.randint(*self.output_tokens),
                     seed=draw.randrange(1, 2**31),
                     arrives=arrives,
