@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
     parser.add_argument("--steps", type=int, default=5, choices=range(1, 6), help="the most draft tokens")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--accepted", nargs="+", choices=ACCEPTED, default=list(ACCEPTED))
+    parser.add_argument("--accepted", nargs="*", choices=ACCEPTED, default=list(ACCEPTED), help="none: changes only")
     parser.add_argument("--rounds", type=int, help="of each number of requests; default: by their number")
     parser.add_argument("--changes", action="store_true", help="of the load and of what is accepted, too")
     parser.add_argument("--seconds", type=float, default=12.0, help="of a phase, at least six")
