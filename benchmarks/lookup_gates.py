@@ -26,7 +26,7 @@ from train_demo_pair import Eagle3Head, Target, generate, rollout
 from train_smollm2_head import DEPTH, chat_prompt, load_target
 from transformers import AutoTokenizer
 
-from vllm_eagle_mrv2.kernels.lookup import LEAST_MATCH, SURE_MATCH, earlier_matches
+from vllm_eagle_mrv2.kernels.lookup import LEAST_MATCH, SURE_MATCH, earlier_matches, match_that_counts, what_follows
 
 GATES = ((SURE_MATCH, LEAST_MATCH), (12, 3), (5, 3), (3, 3), (8, 2), (4, 2))
 """Tokens of a match that replaces the head's first draft, and of one that counts where the first draft agrees."""
@@ -66,11 +66,6 @@ def answer_of(target: Target, head: Eagle3Head, prompt: list[int], count: int, e
     return Answer(prompt, tokens[len(prompt) :], head.draft_ids[torch.stack(steps, dim=1)].tolist())
 
 
-def copied(text: list[int], place: int) -> list[int]:
-    """The tokens that follow a place; where it reaches the end of the text, the text repeats itself."""
-    return [text[place + step % (len(text) - place)] for step in range(DEPTH)]
-
-
 def right(drafts: list[int], follows: list[int]) -> int:
     """How many of the drafts are accepted."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, follows, strict=False)))
@@ -80,10 +75,8 @@ def gate(sure: int, least: int) -> Draft:
     """What `lookup_drafts` drafts with these limits."""
 
     def draft(text: list[int], of_head: list[int], follows: list[int]) -> list[int]:
-        found = [
-            one for one in earlier_matches(text, least) if one[0] >= (least if text[one[1]] == of_head[0] else sure)
-        ]
-        return copied(text, max(found)[1]) if found else of_head
+        match = match_that_counts(text, of_head[0], sure, least)
+        return of_head if match is None else what_follows(text, match[1], DEPTH)
 
     return draft
 
@@ -95,9 +88,8 @@ def alone(text: list[int], of_head: list[int], follows: list[int]) -> list[int]:
 
 def best(text: list[int], of_head: list[int], follows: list[int]) -> list[int]:
     """The drafts of which most are right."""
-    return max(
-        [of_head, *(copied(text, place) for _, place in earlier_matches(text, 2))], key=lambda one: right(one, follows)
-    )
+    found = [what_follows(text, place, DEPTH) for _, place in earlier_matches(text, 2)]
+    return max([of_head, *found], key=lambda one: right(one, follows))
 
 
 def accepted_length(answers: list[Answer], draft: Draft) -> float:

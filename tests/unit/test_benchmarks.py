@@ -143,6 +143,7 @@ def test_what_is_special_about_a_load(kind: str, given: dict[str, Any], setting:
 def test_the_prompts_of_a_kind() -> None:
     """Kinds take turns among the pair's prompts."""
     load_times = script("load_times")
+    assert load_times.KINDS == script("readme_tables").KINDS == tuple(sorted(script("smollm2_prompts").KINDS))
     subject = load_times.Subject("", "target", "head", "eagle3", [[kind] for kind in 3 * [0, 1, 2, 3]], {})
     for number, kind in enumerate(load_times.KINDS):
         assert [subject.prompts[place] for place in load_times.places_of(kind, subject)] == 3 * [[number]]

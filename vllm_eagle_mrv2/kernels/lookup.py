@@ -208,6 +208,26 @@ def earlier_matches(text: list[int], fewest: int) -> Iterator[tuple[int, int]]:
             yield matched, place
 
 
+def match_that_counts(
+    text: list[int], first: int, sure: int = SURE_MATCH, least: int = LEAST_MATCH
+) -> tuple[int, int] | None:
+    """(tokens matched, place after them) of the match to draft from, if there is one.
+
+    Args:
+        text: of a request.
+        first: the head's first draft.
+        sure: tokens of a match that counts in any case.
+        least: tokens of one that counts where the head's first draft agrees.
+    """
+    matches = earlier_matches(text, least)
+    return max((one for one in matches if one[0] >= (least if text[one[1]] == first else sure)), default=None)
+
+
+def what_follows(text: list[int], place: int, count: int) -> list[int]:
+    """So many tokens from a place on; where the place reaches the end of the text, the text repeats itself."""
+    return [text[place + step % (len(text) - place)] for step in range(count)]
+
+
 def look_up_drafts_reference(buffers: DraftBuffers, lookup: Lookup, num_rows: int) -> None:
     """`look_up_drafts` in plain Python."""
     num_columns = lookup.found.shape[1]
@@ -218,17 +238,11 @@ def look_up_drafts_reference(buffers: DraftBuffers, lookup: Lookup, num_rows: in
             continue
         text = lookup.tokens[request, : int(lookup.lengths[request])].tolist()
         first = int(buffers.draft_tokens[row, 0])
-        matches = [
-            (matched, place)
-            for matched, place in earlier_matches(text, LEAST_MATCH)
-            if matched >= (LEAST_MATCH if text[place] == first else SURE_MATCH)
-        ]
-        if not matches:
+        match = match_that_counts(text, first)
+        if match is None:
             continue
-        matched, place = max(matches)
-        for column in range(num_columns):
-            text.append(text[place + column])
-        lookup.found[row] = torch.tensor(text[-num_columns:])
+        matched, place = match
+        lookup.found[row] = torch.tensor(what_follows(text, place, num_columns))
         if matched >= SURE_MATCH:
             buffers.draft_tokens[row, 0] = buffers.input_ids[row] = text[place]
         else:
