@@ -153,7 +153,8 @@ def test_what_gates_of_lookup_accept() -> None:
     text = [5, 6, 7, 8, 9, 1, 5, 6, 7]  # and goes on with 8, 9, 1, 5
     follows, wrong, half = [8, 9, 1, 5, 6], [2, 2, 2, 2, 2], [8, 2, 2, 2, 2]
     assert gates.what_follows(text, 3, 5) == [8, 9, 1, 5, 6]
-    assert gates.what_follows(text, 8, 5) == 5 * [7]  # the text repeats itself
+    assert gates.what_follows(text, 7, 5) == [6, 7, 6, 7, 6]  # the text repeats itself
+    assert gates.what_follows(text, 8, 5) == 5 * [7]
     assert list(gates.earlier_matches(text, 2)) == [(3, 3)]
     assert gates.gate(3, 3)(text, wrong, follows) == follows
     assert gates.gate(4, 3)(text, wrong, follows) == wrong
