@@ -40,8 +40,10 @@ ACCEPTED = {
 }
 """Share of drafts accepted up to each position."""
 SETTLED_S = 5.0
-ROUNDS = {1: 2, 4: 6, 16: 6, 64: 3}
-"""By requests in flight: a few seconds in all; 2 for others."""
+ROUNDS = {1: 4, 4: 6, 16: 6, 64: 3, 128: 2}
+"""By requests in flight: a few seconds in all; 1 for others."""
+TRAFFIC = Traffic(output_tokens=(160, 160))
+"""All requests are equally long, and so a round of one number has as many prefills for its tokens as one of another."""
 
 
 def changes(seconds: float) -> dict[str, list[Phase]]:
@@ -74,7 +76,7 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
     for kind in options.accepted:
         ask(engines, [Phase(concurrency=0, seconds=0.0, acceptance=ACCEPTED[kind])])
         for concurrency in options.concurrency:
-            row = measure(engines, concurrency, Traffic(), options.rounds or ROUNDS.get(concurrency, 2))
+            row = measure(engines, concurrency, TRAFFIC, options.rounds or ROUNDS.get(concurrency, 1))
             yield {
                 "accepted": kind,
                 "concurrency": concurrency,
@@ -107,6 +109,8 @@ def main() -> int:
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engine, as JSON")
     parser.add_argument("--option", type=json.loads, default={}, help="further options of eagle_mrv2, as JSON")
     options = parser.parse_args()
+    if not options.accepted and not options.changes:
+        parser.error("nothing to measure: name a kind after --accepted, or give --changes")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))

@@ -184,7 +184,7 @@ def test_what_the_options_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (given.max_num_seqs, list(given.acceptance)) == (100, [0.5, 0.5, 0.2])
     load = fakes.asked[0][1]
     assert (load.concurrency, load.temperature, load.top_p, len(load.requests)) == (8, 0.5, 0.9, 8 + 1 + 200)
-    assert {one.max_tokens for one in load.requests} == {3, 4}
+    assert {one.max_tokens for one in load.requests[-12:]} == {3, 4}
 
 
 def test_random_weights_accept_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_a_load_is_the_same_for_a_seed() -> None:
     one, other = traffic.load(level, 1).requests, traffic.load(level, 2).requests
     assert one != other
     assert not {request.seed for request in one} & {request.seed for request in other}
-    assert {request.max_tokens for request in one + other} == {5, 6, 7, 8, 9}
+    assert {request.max_tokens for request in one[5:] + other[5:]} == {5, 6, 7, 8, 9}
     assert [b.prompt - a.prompt for a, b in pairwise(one)] == [1] * (len(one) - 1)
     assert one[0].prompt != other[0].prompt
 
@@ -225,6 +225,14 @@ def test_the_prompts_of_a_load_take_turns() -> None:
     assert [b - a for a, b in pairwise(places)] == [1] * (len(places) - 1)
     requests = Traffic(prompts=range(1, 9, 4)).load(Level(concurrency=3), 0).requests
     assert {tuple(request.prompt for request in requests[at : at + 2]) for at in (0, 2, 4)} in ({(1, 5)}, {(5, 1)})
+
+
+def test_requests_that_fill_an_engine_end_one_after_the_other() -> None:
+    traffic, level = Traffic(output_tokens=(160, 160)), Level(concurrency=7)
+    lengths = [request.max_tokens for request in traffic.load(level, 1).requests]
+    assert lengths == [20, 40, 60, 80, 100, 120, 140, 160] + [160] * 7
+    assert {request.max_tokens for request in traffic.load(level, 1, fills=False).requests} == {160}
+    assert Traffic(output_tokens=(1, 1)).load(level, 1).requests[0].max_tokens == 1
 
 
 def test_requests_arrive_as_a_poisson_process() -> None:

@@ -30,9 +30,33 @@ def test_of_an_unknown_draft_most_is_expected() -> None:
 def test_a_draft_counts_where_those_before_it_are_accepted() -> None:
     acceptance = Acceptance(3)
     acceptance.add([((3, 1), 200), ((2, 2), 600), ((1, 0), 200)], seconds=9.0)
-    # All, then three of four; the third was verified nowhere.
-    assert acceptance.tokens(2) == pytest.approx(1 + 0.8 + 0.8 * 0.75)
-    assert acceptance.tokens(3) == pytest.approx(acceptance.tokens(2) + 0.8 * 0.75 * 0.7)
+    assert acceptance.tokens(2) == pytest.approx(1 + 0.8 + 0.8 * 0.75)  # all, then three of four
+
+
+def shares_of(acceptance: Acceptance, most: int) -> list[float]:
+    """The share of drafts that counts as accepted at each position."""
+    tokens = [acceptance.tokens(length) for length in range(most + 1)]
+    made = [after - before for before, after in itertools.pairwise(tokens)]
+    return [made[0], *(after / before for before, after in itertools.pairwise(made))]
+
+
+def test_positions_that_nobody_drafts_follow_the_last_one() -> None:
+    """By the odds of its drafts; and return with it."""
+    acceptance = Acceptance(4)
+    acceptance.add([((4, 0), 5000), ((4, 1), 2500), ((4, 2), 1500), ((4, 3), 500), ((4, 4), 500)], seconds=9.0)
+    assert shares_of(acceptance, 4) == pytest.approx([0.5, 0.5, 0.4, 0.5])
+    acceptance.add([((2, 0), 1000), ((2, 1), 1800), ((2, 2), 7200)], seconds=9.0)
+    assert shares_of(acceptance, 4) == pytest.approx([0.9, 0.8, 4 * 2 / (4 * 2 + 3), 0.8]), "4 times the odds"
+    acceptance.add([((2, 0), 5000), ((2, 1), 2500), ((2, 2), 2500)], seconds=9.0)
+    assert shares_of(acceptance, 4) == pytest.approx([0.5, 0.5, 0.4, 0.5])
+
+
+def test_a_rejected_draft_tells_nothing_of_those_after_it() -> None:
+    acceptance = Acceptance(3)
+    acceptance.add([((3, 3), 900), ((3, 2), 100)], seconds=9.0)
+    before = shares_of(acceptance, 3)
+    acceptance.add([((2, 0), 1)], seconds=0.01)
+    assert shares_of(acceptance, 3)[1:] == pytest.approx(before[1:])
 
 
 def test_nothing_is_learned_of_a_request_without_drafts() -> None:
@@ -365,6 +389,12 @@ def test_what_is_accepted_may_change() -> None:
     assert min(steps_of_acceptance()) > 0.92
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_easier_text_soon_has_drafts_that_the_one_before_did_not_deserve(seed: int) -> None:
+    engine = engine_of(lambda now: 16, lambda now: "low" if now < 15 else "high", seed).run(18.0)
+    assert share_of_best(engine, 16.0, 18.0, 16, "high") > 0.95
+
+
 @pytest.mark.parametrize(("kind", "requests"), [("high", 1), ("high", 16), ("low", 256)])
 def test_these_limits_tell_a_number_that_never_changes(
     kind: str, requests: int, monkeypatch: pytest.MonkeyPatch
@@ -668,3 +698,7 @@ def test_a_number_may_be_held() -> None:
     assert steps.chooser.choose(16) == 1
     steps.slots[counters.HELD] = 0
     assert steps.chooser.choose(16) == 1
+    steps.step(16, 5, 0.001)  # was scheduled before
+    assert {length: steps.chooser.rate(group_of(16), length) for length in LENGTHS} == rates
+    steps.step(16, 1, 0.001)
+    assert steps.chooser.rate(group_of(16), 1) != rates[1]

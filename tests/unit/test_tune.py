@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.traffic import Traffic
 from vllm_eagle_mrv2.cli.load.types import Load, LoadRound
+from vllm_eagle_mrv2.cli.tune import settings
 from vllm_eagle_mrv2.cli.tune.report import TuneReport, draw, print_report, to_json
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow, schedule_of
@@ -142,6 +144,22 @@ class FakeEngine:
 
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["tune", *map(str, arguments)])
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own choice needs no time to settle."""
+    monkeypatch.setattr(settings, "_SETTLES_S", 0.0)
+
+
+def test_the_own_choice_settles_before_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has it alone for a while, after the round of each setting that does not count."""
+    engine, clock = FakeEngine(), itertools.count()
+    monkeypatch.setattr(settings, "_SETTLES_S", 5.0)
+    monkeypatch.setattr("vllm_eagle_mrv2.cli.tune.settings.time.monotonic", lambda: float(next(clock)))
+    measure(engine.live(1), 4, Traffic(), 1)
+    asked = [load.draft_length for load in engine.asked[1:]]
+    assert asked == [None, 1, 0, *[None] * 4, None, 1, 0]
 
 
 def test_every_setting_has_the_same_requests_in_turn() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 _PRIOR = 0.7
@@ -9,10 +10,15 @@ _PRIOR = 0.7
 _MEMORY_S = 1.5
 _FEWEST = 200
 """Drafts of a position that are remembered, however old they are."""
+_EXTREME = 0.01
+"""A smaller or larger share than this counts as this much where positions follow one another."""
 
 
 class Acceptance:
     """The share of drafts that are accepted at each position where the drafts before them are, with forgetting.
+
+    Another text is easier or harder to draft at every position.  So what is learned of the last drafted position
+    shifts the log-odds of those after it, of which nothing is learned meanwhile.
 
     Args:
         most: the largest number of draft tokens.
@@ -30,15 +36,26 @@ class Acceptance:
             seconds: since the iteration before.
         """
         verified, accepted = [0] * len(self._verified), [0] * len(self._verified)
+        drafted = 0
         for (drafts, kept), requests in outcomes:
+            drafted = max(drafted, drafts)
             for position in range(min(drafts, kept + 1)):
                 verified[position] += requests
                 accepted[position] += requests if position < kept else 0
-        for position, new in enumerate(verified):
-            if new:
-                keep = 1.0 - min(seconds / _MEMORY_S, new / _FEWEST, 1.0)
-                self._verified[position] = self._verified[position] * keep + new
-                self._accepted[position] = self._accepted[position] * keep + accepted[position]
+        shift = 0.0  # of the log-odds
+        for position, new in enumerate(verified[:drafted]):
+            before = self._log_odds(position)
+            keep = 1.0 - min(seconds / _MEMORY_S, new / _FEWEST, 1.0)
+            self._verified[position] = self._verified[position] * keep + new
+            self._accepted[position] = self._accepted[position] * keep + accepted[position]
+            shift = self._log_odds(position) - before
+        for position in range(drafted, len(verified)) if shift else ():
+            share = 1.0 / (1.0 + math.exp(-self._log_odds(position) - shift))
+            self._accepted[position] = share * self._verified[position]
+
+    def _log_odds(self, position: int) -> float:
+        share = min(max(self._accepted[position] / self._verified[position], _EXTREME), 1.0 - _EXTREME)
+        return math.log(share / (1.0 - share))
 
     def tokens(self, length: int) -> float:
         """Return the tokens that an iteration is expected to make for each request with so many drafts."""

@@ -97,6 +97,7 @@ class DraftLength:
         self._trial: Trial | None = None
         self._may_lose = 0.0
         self._last = clock()
+        self._held = False  # in the latest iteration
         self._iterations = 0
         self._group = 0
 
@@ -126,7 +127,7 @@ class DraftLength:
         prefilled: int,
         outcomes: Collection[tuple[tuple[int, int], int]],
     ) -> None:
-        """Learn from an iteration whose tokens have arrived, unless the number is held.
+        """Learn from an iteration whose tokens have arrived, unless the number was held in it or in the one before.
 
         Args:
             decodes: requests that had a draft verified, or none to verify.
@@ -136,7 +137,8 @@ class DraftLength:
         """
         now = self._clock()
         seconds, self._last = now - self._last, now
-        if not decodes or length not in self.lengths or seconds > _PAUSE_S or self._slots[counters.HELD]:
+        held, self._held = self._held, bool(self._slots[counters.HELD])
+        if held or self._held or not decodes or length not in self.lengths or seconds > _PAUSE_S:
             return
         iteration = Iteration(decodes * (1 + length), prefilled, seconds)
         self._count(decodes, length, iteration, outcomes)

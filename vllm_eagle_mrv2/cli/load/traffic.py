@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,15 +41,20 @@ class Traffic:
         return self.prompts[turn % len(self.prompts)] if self.prompts else turn
 
     def load(self, level: Level, seed: int, *, fills: bool = True) -> Load:
-        """A round of a level, always the same for a seed; in an open loop requests arrive as a Poisson process."""
+        """A round of a level, always the same for a seed; in an open loop requests arrive as a Poisson process.
+
+        Those that fill an engine end one after the other, as if they had begun one after the other.
+        """
         draw, arrives, requests = random.Random(seed), 0.0, []
         first = draw.randrange(_PROMPTS)
         fill = level.concurrency + 1 if fills and level.concurrency is not None else 0
         for number in range(fill + self.requests_of(level)):
+            output_tokens = draw.randint(*self.output_tokens)
+            share = (number + 1) / fill if number < fill else 1.0
             requests.append(
                 Request(
                     prompt=self._place(first + number),
-                    max_tokens=draw.randint(*self.output_tokens),
+                    max_tokens=math.ceil(share * output_tokens),
                     seed=draw.randrange(1, 2**31),
                     arrives=arrives,
                 )

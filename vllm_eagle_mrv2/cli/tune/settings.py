@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 
 from pydantic import BaseModel
@@ -15,6 +16,9 @@ from vllm_eagle_mrv2.cli.load.types import Level, LoadRound
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
+_SETTLES_S = 5.0
+"""Seconds that the engine's own choice has to settle; it learns nothing while a number is held."""
+
 
 def measure(
     engines: Engines,
@@ -25,7 +29,8 @@ def measure(
 ) -> TuneRow:
     """Measure a live engine with every setting, in turn, after one round of each that does not count.
 
-    The engine is filled once; a setting takes over the requests in flight from the one before it.
+    The engine is filled once; a setting takes over the requests in flight from the one before it.  Before the rounds
+    that count, the engine's own choice has further ones until it has settled.
 
     Raises:
         CommandError: the engine failed, or drafts other numbers than those asked for.
@@ -38,6 +43,9 @@ def measure(
     first, *loads = (traffic.load(level, seed, fills=False) for seed in range(1, rounds + 2))
     for setting, (answer,) in zip(settings, in_turn(asked, [first]), strict=True):
         _check_held(setting, answer)
+    settled = time.monotonic() + _SETTLES_S
+    while time.monotonic() < settled:
+        _ask(process, AUTO, first)
     return TuneRow(concurrency=concurrency, rounds=dict(zip(settings, in_turn(asked, loads, on_round), strict=True)))
 
 
