@@ -53,7 +53,7 @@ def test_positions_that_nobody_drafts_follow_the_last_one() -> None:
 
 def test_a_rejected_draft_tells_nothing_of_those_after_it() -> None:
     acceptance = Acceptance(3)
-    acceptance.add([((3, 3), 900), ((3, 2), 100)], seconds=9.0)
+    acceptance.add([((3, 0), 300), ((3, 2), 200), ((3, 3), 500)], seconds=9.0)
     before = shares_of(acceptance, 3)
     acceptance.add([((2, 0), 1)], seconds=0.01)
     assert shares_of(acceptance, 3)[1:] == pytest.approx(before[1:])
