@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
+from time import monotonic
 
 from pydantic import BaseModel
 
@@ -43,8 +43,8 @@ def measure(
     first, *loads = (traffic.load(level, seed, fills=False) for seed in range(1, rounds + 2))
     for setting, (answer,) in zip(settings, in_turn(asked, [first]), strict=True):
         _check_held(setting, answer)
-    settled = time.monotonic() + _SETTLES_S
-    while time.monotonic() < settled:
+    settled = monotonic() + _SETTLES_S
+    while monotonic() < settled:
         _ask(process, AUTO, first)
     return TuneRow(concurrency=concurrency, rounds=dict(zip(settings, in_turn(asked, loads, on_round), strict=True)))
 
