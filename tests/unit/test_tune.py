@@ -156,7 +156,7 @@ def test_the_own_choice_settles_before_rounds_count(monkeypatch: pytest.MonkeyPa
     """The engine has it alone for a while, after the round of each setting that does not count."""
     engine, clock = FakeEngine(), itertools.count()
     monkeypatch.setattr(settings, "_SETTLES_S", 5.0)
-    monkeypatch.setattr("vllm_eagle_mrv2.cli.tune.settings.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(settings, "monotonic", lambda: float(next(clock)))
     measure(engine.live(1), 4, Traffic(), 1)
     asked = [load.draft_length for load in engine.asked[1:]]
     assert asked == [None, 1, 0, *[None] * 4, None, 1, 0]
