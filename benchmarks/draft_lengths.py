@@ -29,7 +29,7 @@ from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Engines, Setup, sh
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, random_prompts
-from vllm_eagle_mrv2.cli.tune.settings import measure
+from vllm_eagle_mrv2.cli.tune.settings import SETTLES_S, measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
@@ -39,7 +39,6 @@ ACCEPTED = {
     "low": [0.45, 0.20, 0.08, 0.03, 0.01],
 }
 """Share of drafts accepted up to each position."""
-SETTLED_S = 5.0
 ROUNDS = {1: 4, 4: 6, 16: 6, 64: 3, 128: 2}
 """By requests in flight: a few seconds in all; 1 for others."""
 TRAFFIC = Traffic(output_tokens=(160, 160))
@@ -56,7 +55,7 @@ def changes(seconds: float) -> dict[str, list[Phase]]:
 
 def settled(courses: Courses) -> list[float]:
     """Tokens a second of each phase, once it has settled."""
-    begin = round(SETTLED_S / BIN_S)
+    begin = round(SETTLES_S / BIN_S)
     return [round(sum(after) / len(after), 1) for one in courses.phases if (after := one.tokens_per_second[begin:])]
 
 

@@ -351,6 +351,17 @@ def test_a_load_that_was_measured_again_is_replaced(tmp_path: Path) -> None:
     assert measured("b", ("0.26.0", 8, 1.3)) == [(1, 1.2, "a"), (8, 1.3, "b")]
 
 
+def test_draft_lengths_of_nothing_starts_no_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = script("draft_lengths")
+    monkeypatch.delattr(lengths, "Setup")
+    monkeypatch.setattr(sys, "argv", ["draft_lengths.py", "--accepted"])
+    with pytest.raises(SystemExit, match="2"):
+        lengths.main()
+    assert "nothing to measure" in capsys.readouterr().err
+
+
 def test_lines_about_draft_lengths(tmp_path: Path) -> None:
     """Those of a steady load differ from those of one that changes."""
     file = tmp_path / "lengths.jsonl"

@@ -30,7 +30,9 @@ def test_of_an_unknown_draft_most_is_expected() -> None:
 def test_a_draft_counts_where_those_before_it_are_accepted() -> None:
     acceptance = Acceptance(3)
     acceptance.add([((3, 1), 200), ((2, 2), 600), ((1, 0), 200)], seconds=9.0)
-    assert acceptance.tokens(2) == pytest.approx(1 + 0.8 + 0.8 * 0.75)  # all, then three of four
+    # All, then three of four; the third was verified nowhere.
+    assert acceptance.tokens(2) == pytest.approx(1 + 0.8 + 0.8 * 0.75)
+    assert acceptance.tokens(3) == pytest.approx(acceptance.tokens(2) + 0.8 * 0.75 * 0.7)
 
 
 def shares_of(acceptance: Acceptance, most: int) -> list[float]:

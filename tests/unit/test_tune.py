@@ -149,13 +149,13 @@ def run(*arguments: object) -> Any:
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's own choice needs no time to settle."""
-    monkeypatch.setattr(settings, "_SETTLES_S", 0.0)
+    monkeypatch.setattr(settings, "SETTLES_S", 0.0)
 
 
 def test_the_own_choice_settles_before_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has it alone for a while, after the round of each setting that does not count."""
     engine, clock = FakeEngine(), itertools.count()
-    monkeypatch.setattr(settings, "_SETTLES_S", 5.0)
+    monkeypatch.setattr(settings, "SETTLES_S", 5.0)
     monkeypatch.setattr(settings, "monotonic", lambda: float(next(clock)))
     measure(engine.live(1), 4, Traffic(), 1)
     asked = [load.draft_length for load in engine.asked[1:]]

@@ -42,16 +42,19 @@ class Acceptance:
             for position in range(min(drafts, kept + 1)):
                 verified[position] += requests
                 accepted[position] += requests if position < kept else 0
-        shift = 0.0  # of the log-odds
-        for position, new in enumerate(verified[:drafted]):
-            before = self._log_odds(position)
-            keep = 1.0 - min(seconds / _MEMORY_S, new / _FEWEST, 1.0)
-            self._verified[position] = self._verified[position] * keep + new
-            self._accepted[position] = self._accepted[position] * keep + accepted[position]
-            shift = self._log_odds(position) - before
-        for position in range(drafted, len(verified)) if shift else ():
-            share = 1.0 / (1.0 + math.exp(-self._log_odds(position) - shift))
-            self._accepted[position] = share * self._verified[position]
+        if not drafted:
+            return
+        before = self._log_odds(drafted - 1)
+        for position, new in enumerate(verified):
+            if new:
+                keep = 1.0 - min(seconds / _MEMORY_S, new / _FEWEST, 1.0)
+                self._verified[position] = self._verified[position] * keep + new
+                self._accepted[position] = self._accepted[position] * keep + accepted[position]
+        shift = self._log_odds(drafted - 1) - before
+        if shift:
+            for position in range(drafted, len(verified)):
+                share = 1.0 / (1.0 + math.exp(-self._log_odds(position) - shift))
+                self._accepted[position] = share * self._verified[position]
 
     def _log_odds(self, position: int) -> float:
         share = min(max(self._accepted[position] / self._verified[position], _EXTREME), 1.0 - _EXTREME)

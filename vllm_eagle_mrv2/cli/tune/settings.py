@@ -16,7 +16,7 @@ from vllm_eagle_mrv2.cli.load.types import Level, LoadRound
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
-_SETTLES_S = 5.0
+SETTLES_S = 5.0
 """Seconds that the engine's own choice has to settle; it learns nothing while a number is held."""
 
 
@@ -43,7 +43,7 @@ def measure(
     first, *loads = (traffic.load(level, seed, fills=False) for seed in range(1, rounds + 2))
     for setting, (answer,) in zip(settings, in_turn(asked, [first]), strict=True):
         _check_held(setting, answer)
-    settled = monotonic() + _SETTLES_S
+    settled = monotonic() + SETTLES_S
     while monotonic() < settled:
         _ask(process, AUTO, first)
     return TuneRow(concurrency=concurrency, rounds=dict(zip(settings, in_turn(asked, loads, on_round), strict=True)))
