@@ -137,6 +137,7 @@ class Lengths(Measured):
     accepted: Literal["high", "middle", "low"]
     concurrency: int
     tokens_per_second: dict[str, float]
+    auto_drafts: list[float] = []
 
 
 class Changes(Measured):

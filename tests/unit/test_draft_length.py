@@ -529,7 +529,7 @@ def known_to(chooser: DraftLength) -> tuple[float, list[float]]:
 @pytest.mark.parametrize(
     ("decodes", "length", "seconds"),
     [(16, 1, 2.5), (16, 4, 0.5), (0, 1, 0.5)],
-    ids=["a pause", "a number that is not among those to choose from", "prefills only"],
+    ids=["no iteration", "a number that is not among those to choose from", "prefills only"],
 )
 def test_what_teaches_nothing(decodes: int, length: int, seconds: float) -> None:
     steps = Steps()
@@ -543,14 +543,29 @@ def test_what_teaches_nothing(decodes: int, length: int, seconds: float) -> None
     assert known_to(steps.chooser) != known
 
 
-def test_what_follows_a_pause_is_timed_without_it() -> None:
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("pause", [0.2, 500.0])
+def test_a_pause_is_not_timed(pause: float, ahead: int) -> None:
+    """The engine schedules one iteration or two before the tokens of the first arrive."""
     steps = Steps()
     for requests in (1, 16):
         steps.run(requests, 400, lambda length: 0.01 + 0.001 * length)
-    _, before = known_to(steps.chooser)
-    steps.step(16, 1, seconds=500.0)
+    steps.slots[counters.MICROSECONDS] = 0
+    steps.now += pause
+    for _ in range(ahead):
+        steps.chooser.choose(16)
     steps.step(16, 1, seconds=0.011)
-    assert known_to(steps.chooser)[1] == pytest.approx(before, rel=0.01)
+    assert steps.slots[counters.MICROSECONDS] == 31_000
+
+
+def test_work_of_the_host_between_two_iterations_is_timed() -> None:
+    steps = Steps()
+    steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
+    steps.slots[counters.MICROSECONDS] = 0
+    steps.now += 0.004
+    steps.chooser.choose(16)
+    steps.step(16, 1, seconds=0.011)
+    assert steps.slots[counters.MICROSECONDS] == 15_000
 
 
 def test_an_unknown_number_of_decodes_begins_as_the_nearest() -> None:
@@ -700,7 +715,5 @@ def test_a_number_may_be_held() -> None:
     assert steps.chooser.choose(16) == 1
     steps.slots[counters.HELD] = 0
     assert steps.chooser.choose(16) == 1
-    steps.step(16, 5, 0.001)  # was scheduled before
-    assert {length: steps.chooser.rate(group_of(16), length) for length in LENGTHS} == rates
     steps.step(16, 1, 0.001)
     assert steps.chooser.rate(group_of(16), 1) != rates[1]

@@ -45,8 +45,10 @@ _APART = 0.015
 """By which share the times of two numbers differ more or less in the next group."""
 _EVERY = 8
 """Iterations between two comparisons."""
-_PAUSE_S = 2.0
-"""Seconds after which an iteration was no iteration: the engine slept, or waited for something."""
+_BETWEEN_S = 0.02
+"""Seconds from the tokens of an iteration to the schedule of the next that count; in further ones the engine rested."""
+_LONGEST_ITERATION_S = 2.0
+"""Seconds after which an iteration was none: something was compiled, or the machine was busy."""
 _FOLLOW = 0.05
 """Weight of an iteration with the number in force."""
 
@@ -96,8 +98,7 @@ class DraftLength:
         self._draft: float | None = None  # seconds of a draft, beside verifying it
         self._trial: Trial | None = None
         self._may_lose = 0.0
-        self._last = clock()
-        self._held = False  # in the latest iteration
+        self._scheduled = self._last = clock()  # when an iteration was scheduled, and when the tokens of one arrived
         self._iterations = 0
         self._group = 0
 
@@ -107,6 +108,7 @@ class DraftLength:
         Args:
             requests: that will verify these drafts.
         """
+        self._scheduled = self._clock()
         held = self._slots[counters.HELD] - 1
         if held in self.lengths:
             self.length = held
@@ -127,7 +129,7 @@ class DraftLength:
         prefilled: int,
         outcomes: Collection[tuple[tuple[int, int], int]],
     ) -> None:
-        """Learn from an iteration whose tokens have arrived, unless the number was held in it or in the one before.
+        """Learn from an iteration whose tokens have arrived, unless the number is held.
 
         Args:
             decodes: requests that had a draft verified, or none to verify.
@@ -136,9 +138,9 @@ class DraftLength:
             outcomes: ((drafts of a request, how many of them were accepted), number of such requests).
         """
         now = self._clock()
-        seconds, self._last = now - self._last, now
-        held, self._held = self._held, bool(self._slots[counters.HELD])
-        if held or self._held or not decodes or length not in self.lengths or seconds > _PAUSE_S:
+        seconds = now - max(self._last, self._scheduled - _BETWEEN_S)
+        self._last = now
+        if self._slots[counters.HELD] or not decodes or length not in self.lengths or seconds > _LONGEST_ITERATION_S:
             return
         iteration = Iteration(decodes * (1 + length), prefilled, seconds)
         self._count(decodes, length, iteration, outcomes)
