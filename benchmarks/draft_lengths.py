@@ -5,8 +5,8 @@
 
 Prints JSON.  One engine with ``draft_length: auto`` and random weights is up.  As in ``vllm-eagle-mrv2 tune``, rounds
 that hold each number alternate with rounds that leave it to the engine, for every number of requests in flight and each
-kind of shares of accepted drafts (``--accepted``).  A line has the tokens a second of all of them, and how many drafts
-the engine chose to make on average in each of its rounds.
+kind of shares of accepted drafts (``--accepted``).  A line has the tokens a second of all of them, and of each round
+that and its drafts per request.
 
 ``--changes`` has two more lines: the load rises and falls, and the shares of accepted drafts change.  They have the
 tokens a second of each phase from five seconds after its begin on, and the course of the engine's own choice.
@@ -81,7 +81,10 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
                 "accepted": kind,
                 "concurrency": concurrency,
                 "tokens_per_second": {str(setting): round(speed, 1) for setting, speed in row.speeds.items()},
-                "auto_drafts": [round(one.drafted_length, 2) for one in row.rounds[AUTO]],
+                "rounds": {
+                    str(setting): [(round(one.tokens_per_second, 1), round(one.drafted_length, 2)) for one in rounds]
+                    for setting, rounds in row.rounds.items()
+                },
             }
     for name, phases in changes(options.seconds).items() if options.changes else ():
         settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]

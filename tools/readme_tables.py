@@ -138,6 +138,7 @@ class Lengths(Measured):
     concurrency: int
     tokens_per_second: dict[str, float]
     auto_drafts: list[float] = []
+    rounds: dict[str, list[tuple[float, float]]] = {}
 
 
 class Changes(Measured):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -48,6 +49,18 @@ def test_what_is_accepted_changes(lengths: ModuleType, live: Engines) -> None:
         row = lengths.measure(live, 1, lengths.Traffic((8, 8)), 1)
         (measured,) = row.rounds[K]
         assert measured.accepted_length == pytest.approx(made, abs=0.2)
+
+
+def test_a_line_has_every_round(lengths: ModuleType, live: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "TRAFFIC", lengths.Traffic((8, 8)))
+    options = Namespace(accepted=["low"], concurrency=[1], rounds=2, changes=False)
+    (line,) = lengths.lines(live, options)
+    assert list(line["rounds"]) == list(line["tokens_per_second"]) == ["0", "1", "2", "auto"]
+    for setting, rounds in line["rounds"].items():
+        speeds = [speed for speed, _ in rounds]
+        assert len(speeds) == 2
+        assert min(speeds) <= line["tokens_per_second"][setting] <= max(speeds)
+    assert [round(drafts) for _, drafts in line["rounds"]["2"]] == [2, 2]
 
 
 def test_the_load_changes(lengths: ModuleType, live: Engines) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 _PRIOR = 0.7
 """Share of drafts accepted at a position of which nothing is known."""
 _MEMORY_S = 1.5
+"""For as long as this, drafts of a position are remembered at the rate at which they come."""
 _FEWEST = 200
 """Drafts of a position that are remembered, however old they are."""
 _EXTREME = 0.01
@@ -17,8 +18,8 @@ _EXTREME = 0.01
 class Acceptance:
     """The share of drafts that are accepted at each position where the drafts before them are, with forgetting.
 
-    Another text is easier or harder to draft at every position.  So what is learned of the last drafted position
-    shifts the log-odds of those after it, of which nothing is learned meanwhile.
+    Another text is easier or harder to draft at every position.  So a position follows the one before it, by its
+    log-odds, as far as it has fewer outcomes of its own: in full where nobody drafts it.
 
     Args:
         most: the largest number of draft tokens.
@@ -44,26 +45,32 @@ class Acceptance:
                 accepted[position] += requests if position < kept else 0
         if not drafted:
             return
-        before = self._log_odds(drafted - 1)
+        shift = 0.0  # of the log-odds of a position
         for position, new in enumerate(verified):
+            before = self._log_odds(position)
+            if shift:
+                share = 1.0 / (1.0 + math.exp(-before - shift))
+                self._accepted[position] = share * self._verified[position]
             if new:
-                keep = 1.0 - min(seconds / _MEMORY_S, new / _FEWEST, 1.0)
+                most = max(new * _MEMORY_S / max(seconds, 1e-6), _FEWEST)
+                keep = min(max(most - new, 0.0) / self._verified[position], 1.0)
                 self._verified[position] = self._verified[position] * keep + new
                 self._accepted[position] = self._accepted[position] * keep + accepted[position]
-        shift = self._log_odds(drafted - 1) - before
-        if shift:
-            for position in range(drafted, len(verified)):
-                share = 1.0 / (1.0 + math.exp(-self._log_odds(position) - shift))
-                self._accepted[position] = share * self._verified[position]
+            shift = self._log_odds(position) - before
+            if position + 1 < drafted:
+                shift *= 1.0 - self._share(position)  # the next position has outcomes where this one's are accepted
+
+    def _share(self, position: int) -> float:
+        return self._accepted[position] / self._verified[position]
 
     def _log_odds(self, position: int) -> float:
-        share = min(max(self._accepted[position] / self._verified[position], _EXTREME), 1.0 - _EXTREME)
+        share = min(max(self._share(position), _EXTREME), 1.0 - _EXTREME)
         return math.log(share / (1.0 - share))
 
     def tokens(self, length: int) -> float:
         """Return the tokens that an iteration is expected to make for each request with so many drafts."""
         tokens = reached = 1.0
         for position in range(length):
-            reached *= self._accepted[position] / self._verified[position]
+            reached *= self._share(position)
             tokens += reached
         return tokens

@@ -28,11 +28,11 @@ _FEWEST, _LONGEST_S, _PRECISION = 6, 0.5, 0.005
 """A trial ends after so many iterations, when it has taken so long or its mean is so precise."""
 _GIVEN_UP = 200
 """Iterations after which a trial ends without enough of them, as requests come and go."""
-_SHARE_OF_TRIALS = 0.006
+_SHARE_OF_TRIALS = 0.002
 """Share of all time that trials may lose, beside the first trial of each promising number."""
 _SAVED_S = 0.5
 """Seconds that trials may lose at once after a quiet time."""
-_REST_S = 1.0
+_REST_S = 2.0
 """Seconds between two trials of a number that is as good as the one in force; of a worse one, longer."""
 _HOPELESS = 0.15
 """A number that is expected to make so much less than the one in force has no first trial at once, but for the next."""
