@@ -700,6 +700,24 @@ def test_a_bad_number_is_seldom_tried_again() -> None:
     assert tried[0] * 0.01 / 2 < 0.002 * 60 + 0.1
 
 
+def test_a_bad_surprise_does_not_end_trials() -> None:
+    """A number that was as good takes fifty times as long; others are tried again all the same."""
+    steps = Steps((0, 1, 2))
+    costs = {0: 0.0052, 1: 0.01, 2: 0.0102}
+    length = steps.chooser.length
+    surprised_at, tried_at = 0.0, 0.0
+    while steps.now < 200.0 and not tried_at:
+        chosen = steps.chooser.choose(16)
+        steps.step(16, length, costs[length])
+        if surprised_at and length == 0:
+            tried_at = steps.now
+        if steps.now > 120.0 and length == 2:
+            costs[2], surprised_at = 0.5, surprised_at or steps.now
+        length = chosen
+    assert surprised_at
+    assert 1.0 < tried_at - surprised_at < 20.0
+
+
 def test_what_came_is_counted_beside_what_was_expected() -> None:
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)

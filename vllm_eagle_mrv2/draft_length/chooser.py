@@ -32,6 +32,8 @@ _SHARE_OF_TRIALS = 0.002
 """Share of all time that trials may lose, beside the first trial of each promising number."""
 _SAVED_S = 0.5
 """Seconds that trials may lose at once after a quiet time."""
+_OWED_S = 0.02
+"""Seconds by which trials may have lost more than that; so a bad surprise holds the next one back for ten at most."""
 _REST_S = 2.0
 """Seconds between two trials of a number that is as good as the one in force; of a worse one, longer."""
 _HOPELESS = 0.15
@@ -261,7 +263,8 @@ class DraftLength:
         if durations.known(in_force):
             self._guess(group)
             worse = 1.0 - self.rate(group, length) / self.rate(group, in_force)
-            self._may_lose -= 0.0 if first else whole * max(worse, 0.0)
+            if not first:
+                self._may_lose = max(self._may_lose - whole * max(worse, 0.0), -_OWED_S)
             self._compare(group)
 
     def _compare(self, group: int) -> None:
