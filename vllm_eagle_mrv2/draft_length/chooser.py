@@ -32,8 +32,8 @@ _SHARE_OF_TRIALS = 0.002
 """Share of all time that trials may lose, beside the first trial of each promising number."""
 _SAVED_S = 0.5
 """Seconds that trials may lose at once after a quiet time."""
-_OWED_S = 0.02
-"""Seconds by which trials may have lost more than that; so a bad surprise holds the next one back for ten at most."""
+_OWED_S = 10.0 * _SHARE_OF_TRIALS
+"""Seconds by which trials may have lost more than that: a bad surprise holds the next one back for ten at most."""
 _REST_S = 2.0
 """Seconds between two trials of a number that is as good as the one in force; of a worse one, longer."""
 _HOPELESS = 0.15
