@@ -9,7 +9,9 @@ A section stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``
 from __future__ import annotations
 
 import argparse
+import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -413,12 +415,22 @@ def lengths_section() -> str:
     for place, one in found:
         speeds = dict(one.tokens_per_second)
         auto = speeds.pop(AUTO)
-        shares = [f"{auto / other:.2f}" for other in (max(speeds.values()), speeds["0"])]
+        best = max(speeds, key=lambda name: speeds[name])
+        shares = [_share_of(one, best, auto / speeds[best]), f"{auto / speeds['0']:.2f}"]
         cells = [f"{speed:.0f}" for speed in (*speeds.values(), auto)]
         rows.append([place, one.case, one.accepted, str(one.concurrency), *cells, *shares])
     held = list(dict.fromkeys(f"K={name}" for _, one in found for name in one.tokens_per_second if name != AUTO))
     heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, f"{AUTO} / best", f"{AUTO} / K=0"]
     return _with_plots(_table(heads, rows, "---"), "lengths", Lengths) if rows else "Not measured yet."
+
+
+def _share_of(one: Lengths, best: str, share: float) -> str:
+    """The share of the best number, and its standard error where every number has several rounds."""
+    times = [[1.0 / speed for speed, _ in one.rounds.get(name, [])] for name in (AUTO, best)]
+    if min(map(len, times)) < 2:
+        return f"{share:.2f}"
+    errors = [statistics.stdev(each) / statistics.fmean(each) / len(each) ** 0.5 for each in times]
+    return f"{share:.2f} ± {share * math.hypot(*errors):.2f}"
 
 
 def changes_section() -> str:

@@ -192,11 +192,15 @@ def test_chosen_draft_lengths(tables: ModuleType, results: Path) -> None:
     course = {"tokens_per_second": [[90.0, 99.0], [60.0]], "draft_length": [[1, 0], [1]]}
     changing = {**about, "change": "load", "tokens_per_second": speeds, "course": course}
     assert tables.lengths_section() == tables.changes_section() == "Not measured yet."
-    (results / "h100.json").write_text(result(where="H100", draft_lengths=[steady, changing]))
+    rounds = {"0": [(80.0, 0.0), (100.0, 0.0), (133.3, 0.0)], "auto": [(98.0, 0.5)] * 3}
+    (results / "h100.json").write_text(
+        result(where="H100", draft_lengths=[steady, {**steady, "rounds": rounds}, changing])
+    )
     assert tables.lengths_section().splitlines() == [
         "| vLLM | case | accepted | in flight | K=0 | K=1 | auto | auto / best | auto / K=0 |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 | 0.98 |",
+        "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 ± 0.14 | 0.98 |",  # a quarter, by root 3
         "",
         "![lengths, 0.26.0, H100](draft-length-lengths-0.26.0-h100.svg)",
     ]
