@@ -425,7 +425,7 @@ def lengths_section() -> str:
 
 
 def _share_of(one: Lengths, best: str, share: float) -> str:
-    """The share of the best number, and its standard error where every number has several rounds."""
+    """The share of the best number, and its standard error where both have several rounds."""
     times = [[1.0 / speed for speed, _ in one.rounds.get(name, [])] for name in (AUTO, best)]
     if min(map(len, times)) < 2:
         return f"{share:.2f}"
