@@ -40,10 +40,10 @@ ACCEPTED = {
     "low": [0.45, 0.20, 0.08, 0.03, 0.01],
 }
 """Share of drafts accepted up to each position."""
-ROUNDS = {1: 4, 4: 6, 16: 6, 64: 3, 128: 2}
-"""By requests in flight: a few seconds in all; 1 for others."""
-TRAFFIC = Traffic(output_tokens=(160, 160))
-"""All requests are equally long, and so a round of one number has as many prefills for its tokens as one of another."""
+ROUNDS = {1: 2, 4: 5, 16: 6, 64: 4, 128: 3}
+"""By requests in flight: some seconds in all; 2 for others."""
+TRAFFIC = Traffic(output_tokens=(64, 256))
+"""Requests of one length would fall in step, and rounds differ by how many of their prefills share an iteration."""
 
 
 def changes(seconds: float) -> dict[str, list[Phase]]:
@@ -76,7 +76,7 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
     for kind in options.accepted:
         ask(engines, [Phase(concurrency=0, seconds=0.0, acceptance=ACCEPTED[kind])])
         for concurrency in options.concurrency:
-            row = measure(engines, concurrency, TRAFFIC, options.rounds or ROUNDS.get(concurrency, 1))
+            row = measure(engines, concurrency, TRAFFIC, options.rounds or ROUNDS.get(concurrency, 2))
             yield {
                 "accepted": kind,
                 "concurrency": concurrency,

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength, Trial, group_of, requests_of
-from vllm_eagle_mrv2.draft_length.durations import Durations, Prefills, typical
+from vllm_eagle_mrv2.draft_length.times import Iteration, Prefills, Times, Workload
 from vllm_eagle_mrv2.telemetry import counters
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
@@ -115,130 +115,200 @@ def test_a_request_that_stays_of_many_soon_tells_its_share() -> None:
 
 # What an iteration takes
 
-
-def durations_of(seconds: dict[int, float]) -> Durations:
-    durations = Durations()
-    durations.seconds = dict(seconds)
-    return durations
+PLAIN = {0: 0.0075, 1: 0.0080, 2: 0.0084, 3: 0.0100, 5: 0.0140}
+PREFILLS, PER_TOKEN = 0.012, 2e-5
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shift"),
-    [(0.012, 0.0002), (0.009, -0.0001), (0.5, 0.0003), (0.0, -0.0003)],
-    ids=["slower", "faster", "a hiccup", "no time"],
-)
-def test_an_iteration_shifts_all_times(seconds: float, shift: float) -> None:
-    durations = durations_of({0: 0.006, 3: 0.010})
-    durations.follow(3, seconds, share=0.1)
-    assert durations.seconds == pytest.approx({0: 0.006 + shift, 3: 0.010 + shift})
+def times_of(plain: dict[int, float], lengths: tuple[int, ...] = LENGTHS) -> Times:
+    """Learned from many iterations without prefills."""
+    times = Times.guess(lengths, Iteration(16, 3, 0, 0.01))
+    for _ in range(60):
+        for length, seconds in plain.items():
+            times.learn(Iteration(16, length, 0, seconds), 0, 0)
+    return times
+
+
+def plain_of(times: Times) -> dict[int, float]:
+    return {length: float(times.seconds(times.parts(length))) for length in LENGTHS}
+
+
+def error_of(times: Times, length: int, than: int | None = None) -> float:
+    """The standard error of a plain time, or of what it is more than another one."""
+    parts = times.parts(length)
+    return float(times.error(parts if than is None else parts - times.parts(than)))
+
+
+def seconds_of(length: int, before: int, own: int, after: int, asynchronous: bool) -> float:
+    """What an iteration takes, given the tokens prefilled around it.
+
+    If the engine is asynchronous, the iteration before prefills waits for their launch, and the one after them makes up
+    for some of that.
+    """
+    prefilled = after if asynchronous else own
+    made_up = 0.3 * PREFILLS if asynchronous and before else 0.0
+    return PLAIN[length] + (PREFILLS + PER_TOKEN * prefilled if prefilled else 0.0) - made_up
+
+
+def learned(asynchronous: bool, every: float, noise: float = 0.01, iterations: int = 3000) -> Times:
+    """Learned from iterations with 3 drafts, some with 5, of which a share has prefills."""
+    rng = random.Random(2)
+    prefills = [rng.randint(100, 3000) if rng.random() < every else 0 for _ in range(iterations + 2)]
+    times: Times | None = None
+    for number, (before, own, after) in enumerate(zip(prefills, prefills[1:], prefills[2:], strict=False)):
+        length = 5 if number % 100 < 10 else 3
+        seconds = seconds_of(length, before, own, after, asynchronous) * (1 + rng.gauss(0, noise))
+        iteration = Iteration(16, length, own, seconds)
+        times = times or Times.guess(LENGTHS, iteration)
+        times.learn(iteration, before, after)
+    assert times is not None
+    return times
+
+
+def test_each_number_is_learned() -> None:
+    times = times_of(PLAIN)
+    assert plain_of(times) == pytest.approx(PLAIN, rel=0.01)
+    assert all(error_of(times, length) < 0.01 * seconds for length, seconds in PLAIN.items())
+
+
+@pytest.mark.parametrize("every", [0.1, 0.5, 0.95])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_prefills_are_told_from_drafts(asynchronous: bool, every: float) -> None:
+    """Wherever their time is found: in their own iteration, or in those around it."""
+    times = learned(asynchronous, every)
+    assert {length: plain_of(times)[length] for length in (3, 5)} == pytest.approx({3: 0.01, 5: 0.014}, rel=0.05)
+    for prefilled in [(500, 0, 0), (0, 500, 0), (0, 0, 500), (0, 0, 2500), (2000, 2000, 2000)]:
+        parts = times.parts(3, *(Prefills(tokens > 0, tokens) for tokens in prefilled))
+        assert times.seconds(parts) == pytest.approx(seconds_of(3, *prefilled, asynchronous), rel=0.07)
+
+
+def test_a_number_that_was_not_tried_follows_the_others() -> None:
+    """Its time, with an error that is larger the further it is away."""
+    times = times_of({3: 0.020})
+    assert plain_of(times)[2] == pytest.approx(0.020, rel=0.05)
+    assert plain_of(times)[5] == pytest.approx(0.021, rel=0.05)
+    assert error_of(times, 3) < 0.001 < error_of(times, 2) < error_of(times, 1) < error_of(times, 0)
+    before = error_of(times, 5)
+    for _ in range(20):
+        times.learn(Iteration(16, 2, 0, 0.016), 0, 0)
+    assert plain_of(times)[1] < 0.018
+    assert plain_of(times)[5] > 0.0212
+    assert error_of(times, 5) < before
+
+
+def test_what_shifts_one_number_shifts_all() -> None:
+    """Slowly: longer sequences, or the clock of the GPU."""
+    times = times_of(PLAIN)
+    for step in range(1000):
+        times.learn(Iteration(16, 3, 0, PLAIN[3] + 1e-5 * step), 0, 0)
+    assert plain_of(times)[3] == pytest.approx(0.02, rel=0.02)
+    assert plain_of(times)[0] == pytest.approx(PLAIN[0] + 0.01, rel=0.25)
+
+
+def test_what_was_not_timed_for_long_is_less_certain() -> None:
+    times = times_of(PLAIN)
+    errors = [error_of(times, 5, than=3)]
+    for _ in range(3):
+        for _ in range(100):
+            times.learn(Iteration(16, 3, 0, PLAIN[3]), 0, 0)
+        errors.append(error_of(times, 5, than=3))
+    assert errors == sorted(errors)
+    assert errors[-1] > 1e-4
+
+
+def test_a_stall_does_not_count_and_a_change_does() -> None:
+    """A stall may have several iterations wait."""
+    times = times_of(PLAIN)
+    for _ in range(4):
+        times.learn(Iteration(16, 3, 0, 0.05), 0, 0)
+    assert plain_of(times)[3] == pytest.approx(PLAIN[3], rel=0.1)
+    for _ in range(60):
+        times.learn(Iteration(16, 3, 0, PLAIN[3]), 0, 0)
+    for _ in range(12):
+        times.learn(Iteration(16, 3, 0, 0.014), 0, 0)
+    assert plain_of(times)[3] == pytest.approx(0.014, rel=0.03)
+
+
+def test_outliers_on_both_sides_are_no_change() -> None:
+    times, changed = times_of(PLAIN), times_of(PLAIN)
+    for number in range(12):
+        times.learn(Iteration(16, 3, 0, 0.002 if number % 4 == 3 else 0.05), 0, 0)
+        changed.learn(Iteration(16, 3, 0, 0.05), 0, 0)
+    assert plain_of(times)[3] < 0.02 < 0.03 < plain_of(changed)[3]
+
+
+def test_a_change_is_found_in_several_trials() -> None:
+    """Of another number than the one in force, which is as before between them."""
+    times = times_of(PLAIN)
+    for _ in range(3):
+        for _ in range(5):
+            times.learn(Iteration(16, 5, 0, 0.028), 0, 0)
+        for _ in range(20):
+            times.learn(Iteration(16, 3, 0, PLAIN[3]), 0, 0)
+    assert plain_of(times)[5] == pytest.approx(0.028, rel=0.05)
+    assert plain_of(times)[3] == pytest.approx(PLAIN[3], rel=0.02)
+    assert abs(plain_of(times)[0] - PLAIN[0]) < 2 * error_of(times, 0, than=3), "it may have changed, too"
+
+
+def test_iterations_that_differ_tell_less() -> None:
+    def error(noise: float) -> float:
+        rng, times = random.Random(1), times_of(PLAIN)
+        for _ in range(300):
+            times.learn(Iteration(16, 3, 0, PLAIN[3] * (1 + rng.gauss(0, noise))), 0, 0)
+        times.learn(Iteration(16, 5, 0, PLAIN[5]), 0, 0)
+        return error_of(times, 5, than=3)
+
+    assert error(0.001) < error(0.03) < error(0.2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("every", [0.0, 0.5])
+def test_errors_are_how_far_estimates_stray(every: float, seed: int) -> None:
+    rng = random.Random(seed)
+    times = learned(True, every, noise=0.03, iterations=rng.randint(50, 150))
+    off = [float(times.seconds(times.parts(length))) - PLAIN[length] for length in (3, 5)]
+    errors = [error_of(times, length) for length in (3, 5)]
+    assert all(abs(one) < 4 * error for one, error in zip(off, errors, strict=True))
+    assert all(error < 0.2 * PLAIN[3] for error in errors)
 
 
 def test_no_time_becomes_negative() -> None:
-    durations = durations_of({0: 0.0001, 3: 0.010})
-    durations.follow(3, 0.0, share=1.0)
-    assert 0 < durations.seconds[0] < 1e-5
-
-
-def test_the_first_trial_replaces_what_was_guessed() -> None:
-    durations = Durations()
-    durations.guess(0, 0.5, error=1.0)
-    durations.set(0, 0.01, 0.001, now=7.0)
-    assert durations.tried == {0: 7.0}
-    assert durations.seconds[0] == pytest.approx(0.01, rel=1e-3)
-    durations.guess(0, 0.5, error=1.0)  # is known better by now
-    assert durations.seconds[0] == pytest.approx(0.01, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("error", "later", "expected"),
-    [(0.001, 0.0, 0.015), (0.010, 0.0, 0.010), (0.0001, 0.0, 0.020), (0.001, 1000.0, 0.020)],
-    ids=["as precise", "a vague one", "a precise one", "the other is old"],
-)
-def test_trials_count_by_their_errors(error: float, later: float, expected: float) -> None:
-    durations = Durations()
-    durations.set(2, 0.010, 0.001, now=1.0)
-    durations.set(2, 0.020, error, now=1.0 + later)
-    assert durations.seconds[2] == pytest.approx(expected, abs=2e-4)
-    assert durations.tried[2] == 1.0 + later
-    assert 0 < durations.error[2] < error
-
-
-def test_trials_alike_become_more_precise() -> None:
-    durations = Durations()
-    for _ in range(4):
-        durations.set(1, 0.01, 0.002, now=1.0)
-    assert durations.error[1] == pytest.approx(0.001)
-
-
-def test_an_outlier_does_not_count() -> None:
-    assert typical([1.0] * 7 + [100.0]) == pytest.approx((1.0, 1e-3))
-    mean, error = typical([0.9, 1.0, 1.1, 1.0, 0.95, 1.05, 50.0, 0.001])
-    assert mean == pytest.approx(1.0)
-    assert error < 0.1
-
-
-@pytest.mark.parametrize("samples", [8, 40])
-def test_the_error_of_a_mean_is_how_far_it_strays(samples: int) -> None:
-    rng = random.Random(1)
-    found = [typical([rng.gauss(10, 1) for _ in range(samples)]) for _ in range(500)]
-    strayed = (sum((mean - 10) ** 2 for mean, _ in found) / len(found)) ** 0.5
-    assert sum(error for _, error in found) / len(found) == pytest.approx(strayed, rel=0.35)
-
-
-# What prefills add
-
-KNEE, PER_TOKEN = 300, 2e-5
-
-
-def prefills_of(every: int = 4, noise: float = 0.0) -> Prefills:
-    """Learned from iterations that decode 24 tokens, some of them with prefills, and make 10."""
-    prefills, rng = Prefills(), random.Random(2)
-    for number in range(4000):
-        prefilled = 0 if number % every else rng.randint(400, 2000)
-        seconds = 0.006 + PER_TOKEN * max(24 + prefilled - KNEE, 0)
-        prefills.add((9, 3), 24, prefilled, 10.0, seconds * (1 + rng.gauss(0, noise)))
-    return prefills
-
-
-@pytest.mark.parametrize(("noise", "precision"), [(0.0, 0.01), (0.03, 0.1)])
-def test_slope_and_knee_are_recovered(noise: float, precision: float) -> None:
-    prefills = prefills_of(noise=noise)
-    assert prefills.per_token == pytest.approx(PER_TOKEN, rel=precision)
-    assert prefills.knee == pytest.approx(KNEE, rel=precision)
-
-
-def test_tokens_cost_beyond_the_knee_only() -> None:
-    prefills = Prefills()
-    prefills.knee, prefills.per_token = float(KNEE), PER_TOKEN
-    assert prefills.seconds(24, KNEE - 24) == prefills.seconds(24, 0) == 0
-    assert prefills.seconds(24, KNEE + 100 - 24) == pytest.approx(100 * PER_TOKEN)
-    assert prefills.seconds(KNEE + 50, 100) == pytest.approx(100 * PER_TOKEN)
-    assert prefills.seconds(KNEE + 100, -500) == pytest.approx(-100 * PER_TOKEN)
-
-
-def test_short_prefills_tell_no_slope() -> None:
-    prefills = Prefills()
-    for prefilled in range(0, 256 - 24, 5):
-        prefills.add((9, 3), 24, prefilled, 10.0, 0.006 + 0.001 * prefilled)
-    assert (prefills.per_token, prefills.knee) == (0, 256)
-
-
-def test_prefills_that_take_no_time_cost_nothing() -> None:
-    prefills, rng = Prefills(), random.Random(3)
+    times = times_of(PLAIN)
     for _ in range(50):
-        tokens = rng.randint(400, 2000)
-        prefills.add((9, 3), 24, tokens, 10.0, 0.01 - 1e-6 * tokens)
-    assert prefills.per_token == 0
+        times.learn(Iteration(16, 3, 0, 1e-6), 0, 0)
+    assert min(plain_of(times).values()) > 0
+
+
+def test_more_decodes_take_up_to_their_tokens() -> None:
+    times = learned(True, 0.5)
+    before, after = plain_of(times), plain_of(times.nearby(2, 100))
+    assert error_of(times, 3) < error_of(times.nearby(2, 100), 3) < error_of(times.nearby(4, 300), 3)
+    for length in LENGTHS:
+        assert after[length] - before[length] == pytest.approx(0.5 * PER_TOKEN * 100 * (1 + length), rel=0.1)
+    assert min(plain_of(times.nearby(8, -10000)).values()) > 0
+
+
+# Prefills
 
 
 @pytest.mark.parametrize("every", [1, 4, 16])
-def test_what_prefills_add_on_average(every: int) -> None:
-    whole = sum(PER_TOKEN * (24 + tokens - KNEE) for tokens in range(400, 2001)) / 1601
-    prefills = prefills_of(every)
-    assert prefills.expected(24, 10.0) == pytest.approx(whole / every, rel=0.25)
-    # Whoever makes more tokens starts more requests.
-    assert prefills.expected(24, 5.0) < prefills.expected(24, 10.0)
-    assert Prefills().expected(24, 10.0) == 0
+def test_prefills_come_with_tokens(every: int) -> None:
+    """Whoever makes more tokens starts more requests, in the same iteration or in further ones."""
+    workload, rng = Workload(), random.Random(3)
+    for _ in range(4000):
+        workload.add(10.0, 1000 if rng.random() < 1 / every else 0)
+    share, tokens = workload.prefills(10.0)
+    assert share == pytest.approx(min(1 / every, 0.98), rel=0.3)
+    assert tokens == pytest.approx(1000 / every, rel=0.3)
+    share, tokens = workload.prefills(20.0)
+    assert share == pytest.approx(1 - (1 - min(1 / every, 0.98)) ** 2, rel=0.3)
+    assert tokens == pytest.approx(2000 / every, rel=0.3)
+
+
+def test_without_prefills_none_are_expected() -> None:
+    workload = Workload()
+    assert workload.prefills(5.0) == (0, 0)
+    workload.add(10.0, 0)
+    assert workload.prefills(5.0) == (0, 0)
 
 
 # Groups
@@ -419,11 +489,17 @@ def test_an_easier_text_soon_has_drafts_that_the_one_before_did_not_deserve(seed
     assert share_of_best(engine, 16.0, 18.0, 16, "high") > 0.95
 
 
+def never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no number tried, and none come into force."""
+    monkeypatch.setattr(DraftLength, "_compare", lambda self, group, gains: False)
+    monkeypatch.setattr(DraftLength, "_begin_trial", lambda self, group, gains: None)
+
+
 @pytest.mark.parametrize(("kind", "requests"), [("high", 1), ("high", 16), ("low", 256)])
 def test_these_limits_tell_a_number_that_never_changes(
     kind: str, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DraftLength, "_compare", lambda self, group: None)
+    never_changes(monkeypatch)
     engine = engine_of(lambda now: requests, lambda now: kind).run(25.0)
     assert share_of_best(engine, 10.0, 25.0, requests, kind) < 0.93
 
@@ -432,16 +508,21 @@ def test_these_limits_tell_a_number_that_never_changes(
 def test_the_steps_tell_a_number_that_never_changes(
     steps: Callable[[], list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DraftLength, "_compare", lambda self, group: None)
+    never_changes(monkeypatch)
     assert min(steps()) < 0.92
 
 
-def test_trials_take_little_time() -> None:
-    """The best is 5 drafts by far, so that any other number is a trial."""
-    engine = engine_of(lambda now: 16, lambda now: "high").run(25.0)
-    settled = Counter(length for (when, _), length in zip(engine.made, engine.verified, strict=True) if when > 10)
-    assert 0.9 < settled[5] / settled.total() < 1
-    assert settled[0] < 0.01 * settled.total()
+@pytest.mark.parametrize(("kind", "requests"), [("high", 16), ("middle", 64)])
+def test_little_is_lost_once_it_has_settled(kind: str, requests: int) -> None:
+    """Where one number is best by far, and where others come close."""
+    engine = engine_of(lambda now: requests, lambda now: kind).run(40.0)
+    lost, total = 0.0, 0.0
+    speeds = constant_speeds(requests, kind)
+    for ((before, _), (after, _)), length in zip(itertools.pairwise(engine.made), engine.verified[1:], strict=True):
+        if before > 10:
+            lost += (after - before) * (1 - speeds[length] / max(speeds.values()))
+            total += after - before
+    assert lost < 0.015 * total
 
 
 def share_of_best_constant(make: Callable[[int | None], Engine]) -> float:
@@ -490,13 +571,33 @@ class Steps:
         self.now += seconds
         self.chooser.learn(decodes, length, prefilled, [((length, min(kept, length)), decodes)])
 
-    def run(self, decodes: int, iterations: int, seconds: Callable[[int], float] = lambda length: 0.01) -> None:
+    def run(
+        self, decodes: int, iterations: int, seconds: Callable[[int], float] = lambda length: 0.01, kept: int = 1
+    ) -> None:
         """Iterations that verify what the one before has drafted."""
         length = self.chooser.length
         for _ in range(iterations):
             chosen = self.chooser.choose(decodes)
-            self.step(decodes, length, seconds(length))
+            self.step(decodes, length, seconds(length), kept=kept)
             length = chosen
+
+    def settle(self) -> None:
+        """Have nothing wait for what the iteration after it prefills, and no seconds counted."""
+        self.step(16, 1, 0.011)
+        self.step(0, 1)
+        self.slots[counters.MICROSECONDS] = 0
+
+    def timed(self) -> int:
+        """Microseconds counted since."""
+        self.step(0, 1)
+        return self.slots[counters.MICROSECONDS]
+
+
+def rates(chooser: DraftLength, requests: int) -> dict[int, float]:
+    """The tokens a second that each number is expected to make."""
+    tokens, parts = chooser._expected(group_of(requests))
+    seconds = chooser._times[group_of(requests)].seconds(parts)
+    return dict(zip(chooser.lengths, (tokens / seconds).tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -519,33 +620,38 @@ def test_the_number_that_pays_most() -> None:
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
     assert Counter(steps.chooser.choose(16) for _ in range(9)) == {1: 9}
-    group = group_of(16)
-    assert steps.chooser.rate(group, 1) == pytest.approx(16 * 2 / 0.011, rel=0.02)
-    assert DraftLength.rate(steps.chooser, group, 4) == 0, "a number that is not among those to choose from"
+    assert rates(steps.chooser, 16)[1] == pytest.approx(16 * 2 / 0.011, rel=0.02)
 
 
-def test_what_slows_all_down_changes_nothing() -> None:
+def test_what_slows_all_down_changes_little() -> None:
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
     changes = steps.changes
     steps.run(16, 400, lambda length: 0.02 + 0.002 * length)
-    assert steps.changes == changes
-    assert steps.chooser.rate(group_of(16), 1) == pytest.approx(16 * 2 / 0.022, rel=0.02)
+    assert steps.chooser.choose(16) == 1
+    assert steps.changes <= changes + 2
+    assert rates(steps.chooser, 16)[1] == pytest.approx(16 * 2 / 0.022, rel=0.02)
 
 
 def test_tokens_start_requests_whose_prefills_take_time() -> None:
+    """As long for each token made, whatever the number of drafts."""
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
-    prefills = steps.chooser._prefills = prefills_of()
-    added = prefills.expected(16 * 2, 16 * 2.0)
-    assert added > 0.001
-    assert steps.chooser.rate(group_of(16), 1) == pytest.approx(16 * 2 / (0.011 + added), rel=0.02)
+    plain = rates(steps.chooser, 16)
+    length = steps.chooser.length
+    for number in range(2000):
+        prefilled = 1000 if number % 8 == 0 else 0
+        chosen = steps.chooser.choose(16)
+        steps.step(16, length, 0.01 + 0.001 * length + 2e-5 * prefilled, prefilled)
+        length = chosen
+    assert steps.chooser.length == 1
+    assert plain[1] == pytest.approx(16 * 2 / 0.011, rel=0.02)
+    assert rates(steps.chooser, 16)[1] == pytest.approx(16 * 2 / (0.011 + 0.02 / 8), rel=0.05)
 
 
 def known_to(chooser: DraftLength) -> tuple[float, list[float]]:
     """What a chooser knows of 16 requests and of one."""
-    rates = [chooser.rate(group_of(requests), length) for requests in (16, 1) for length in LENGTHS]
-    return chooser.acceptance.tokens(5), rates
+    return chooser.acceptance.tokens(5), [rate for requests in (16, 1) for rate in rates(chooser, requests).values()]
 
 
 @pytest.mark.parametrize(
@@ -557,11 +663,13 @@ def test_what_teaches_nothing(decodes: int, length: int, seconds: float) -> None
     steps = Steps()
     for requests in (16, 1):
         steps.run(requests, 400, lambda length: 0.01 + 0.001 * length)
+    steps.step(decodes, length, seconds, kept=0)  # ends the wait of the iteration before
     known = known_to(steps.chooser)
     for _ in range(20):
         steps.step(decodes, length, seconds, kept=0)
     assert known_to(steps.chooser) == known
-    steps.step(16, 1, seconds=1.9, kept=0)
+    for _ in range(3):
+        steps.step(16, 1, seconds=1.9, kept=0)
     assert known_to(steps.chooser) != known
 
 
@@ -572,49 +680,37 @@ def test_a_pause_is_not_timed(pause: float, ahead: int) -> None:
     steps = Steps()
     for requests in (1, 16):
         steps.run(requests, 400, lambda length: 0.01 + 0.001 * length)
-    steps.slots[counters.MICROSECONDS] = 0
+    steps.settle()
     steps.now += pause
     for _ in range(ahead):
         steps.chooser.choose(16)
     steps.step(16, 1, seconds=0.011)
-    assert steps.slots[counters.MICROSECONDS] == 31_000
+    assert steps.timed() == 31_000
 
 
 def test_work_of_the_host_between_two_iterations_is_timed() -> None:
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
-    steps.slots[counters.MICROSECONDS] = 0
+    steps.settle()
     steps.now += 0.004
     steps.chooser.choose(16)
     steps.step(16, 1, seconds=0.011)
-    assert steps.slots[counters.MICROSECONDS] == 15_000
+    assert steps.timed() == 15_000
 
 
 def test_an_unknown_number_of_decodes_begins_as_the_nearest() -> None:
     steps = Steps()
-    steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
-    steps.run(128, 400, lambda length: 0.01 + 0.02 * length)
+    steps.run(16, 400, lambda length: 0.01 + 0.001 * length, kept=5)
+    steps.run(128, 400, lambda length: 0.02 + 0.01 * length**2, kept=5)
     chooser = steps.chooser
-    assert [chooser.choose(requests) for requests in (16, 128, 11, 24, 100, 256, 1)] == [1, 0, 1, 1, 0, 0, 1]
+    assert [chooser.choose(requests) for requests in (16, 128, 11, 24, 100, 256, 1)] == [5, 1, 5, 5, 1, 1, 5]
     # With its times.
-    assert chooser.rate(group_of(24), 1) == pytest.approx(24 * 2 / 0.011, rel=0.1)
-    # They are no trials: each number is tried again.
-    steps.run(24, 400, lambda length: 0.01 + 0.001 * (5 - length))
-    assert chooser.choose(24) == 5
-
-
-def test_times_of_more_decodes_contain_their_tokens() -> None:
-    """Beyond the knee, as learned from prefills."""
-    steps = Steps()
-    steps.run(128, 400)
-    prefills = steps.chooser._prefills
-    prefills.per_token, prefills.knee = PER_TOKEN, float(KNEE)
-    steps.chooser.choose(256)
-    durations = steps.chooser._durations
-    near, far = durations[group_of(128)].seconds, durations[group_of(256)].seconds
-    assert far.keys() == near.keys() >= {1, 2, 3}
-    added = {length: far[length] - near[length] for length in (1, 2, 3)}
-    assert added == pytest.approx({1: PER_TOKEN * (512 - KNEE), 2: PER_TOKEN * 3 * 128, 3: PER_TOKEN * 4 * 128})
+    for _ in range(3):
+        steps.step(24, 5, 0.015)
+    assert rates(chooser, 24)[5] == pytest.approx(24 * 6 / 0.015, rel=0.1)
+    # With their errors, so that others are tried.
+    steps.run(24, 600, lambda length: 0.01 + 0.001 * abs(2 - length))
+    assert chooser.choose(24) == 2
 
 
 # Trials
@@ -623,11 +719,11 @@ def test_times_of_more_decodes_contain_their_tokens() -> None:
 def in_trial(requests: int = 16) -> tuple[Steps, Trial]:
     """A chooser with a number in force, 1, that has just begun to try another one."""
     steps = Steps()
-    steps.run(requests, 400, lambda length: 0.01 + 0.001 * length)
+    steps.run(requests, 400, lambda length: 0.01 + 0.0001 * length)
     for _ in range(4000):
         if steps.chooser._trial is not None:
             break
-        steps.step(requests, 1, 0.011)
+        steps.step(requests, 1, 0.0101)
     trial = steps.chooser._trial
     assert trial is not None
     assert not trial.taken
@@ -637,44 +733,50 @@ def in_trial(requests: int = 16) -> tuple[Steps, Trial]:
 
 def test_a_trial_ends_after_a_few_iterations_that_agree() -> None:
     steps, trial = in_trial()
-    for iteration in range(7):
+    for iteration in range(7):  # the first changes the number, and the last waits for the one after it
+        steps.step(16, trial.length, 0.01 + 0.0001 * trial.length)
         assert steps.chooser._trial is trial, iteration
-        steps.step(16, trial.length, 0.01 + 0.001 * trial.length)
+    steps.step(16, trial.length, 0.01 + 0.0001 * trial.length)
     assert steps.chooser._trial is not trial
+
+
+def iterations_of_a_trial(spread: float, seed: int) -> int:
+    """How many a trial takes whose iterations differ by so much, of a number as good as the one in force."""
+    steps, trial = in_trial()
+    rng, acceptance = random.Random(seed), steps.chooser.acceptance
+    as_good = 0.0101 * acceptance.tokens(trial.length) / acceptance.tokens(1)
+    while steps.chooser._trial is trial:
+        steps.step(16, trial.length, as_good * rng.uniform(1 - spread, 1 + spread))
+    return trial.taken
 
 
 def test_a_trial_whose_iterations_disagree_is_longer() -> None:
-    steps, trial = in_trial()
-    seconds = random.Random(4)
-    for _ in range(20):
-        steps.step(16, trial.length, seconds.uniform(0.005, 0.02))
-    assert steps.chooser._trial is trial
-    for _ in range(60):  # half a second in all
-        steps.step(16, trial.length, seconds.uniform(0.005, 0.02))
-    assert steps.chooser._trial is not trial
+    """Half a second at most."""
+    agreeing, disagreeing = ([iterations_of_a_trial(spread, seed) for seed in range(20)] for spread in (0.001, 0.3))
+    assert max(agreeing) == min(agreeing) == 6
+    assert 8 < sum(disagreeing) / 20 < max(disagreeing) <= 60
 
 
 def test_the_change_to_another_number_is_not_timed() -> None:
     steps, trial = in_trial()
+    before = rates(steps.chooser, 16)[trial.length]
     steps.step(16, trial.length, seconds=1.5)
-    for _ in range(6):
-        steps.step(16, trial.length, 0.011)
+    for _ in range(7):
+        steps.step(16, trial.length, 0.0101)
     assert steps.chooser._trial is not trial
-    assert steps.chooser._durations[trial.group].seconds[trial.length] == pytest.approx(0.011, rel=0.3)
+    assert rates(steps.chooser, 16)[trial.length] == pytest.approx(before, rel=0.05)
 
 
 def test_a_trial_is_given_up_when_requests_come_and_go() -> None:
     """Its number is drafted, and hardly verified by as many requests."""
     steps, trial = in_trial()
-    changes, tried = steps.changes, dict(steps.chooser._durations[trial.group].tried)
+    changes = steps.changes
     for _ in range(199):
-        steps.step(16, 1, 0.011)
+        steps.step(16, 1, 0.0101)
     assert steps.chooser._trial is trial
-    steps.step(16, 1, 0.011)
+    steps.step(16, 1, 0.0101)
     assert steps.chooser._trial is not trial
-    # As if it had not been.
     assert steps.changes == changes
-    assert steps.chooser._durations[trial.group].tried == tried
 
 
 def test_a_trial_ends_with_its_number_of_requests() -> None:
@@ -682,6 +784,15 @@ def test_a_trial_ends_with_its_number_of_requests() -> None:
     assert steps.chooser.choose(64) == 1
     assert steps.chooser.choose(16) == 1
     assert steps.chooser._trial is None
+
+
+def test_the_first_number_in_force_is_no_trial() -> None:
+    """Nothing is tried before an iteration has been timed."""
+    steps = Steps()
+    steps.chooser.choose(16)
+    steps.step(16, 3)
+    assert steps.chooser._trial is None
+    assert steps.chooser.choose(16) == 3
 
 
 def test_a_bad_number_is_seldom_tried_again() -> None:
@@ -696,7 +807,7 @@ def test_a_bad_number_is_seldom_tried_again() -> None:
         tried[length] += 1
         length = chosen
     assert steps.chooser.choose(16) == 1
-    assert 0 < tried[0] < tried[2] / 2
+    assert tried[2] > 100
     assert tried[0] * 0.01 / 2 < 0.002 * 60 + 0.1
 
 
@@ -715,17 +826,18 @@ def test_a_bad_surprise_does_not_end_trials() -> None:
             costs[2], surprised_at = 0.5, surprised_at or steps.now
         length = chosen
     assert surprised_at
-    assert 1.0 < tried_at - surprised_at < 20.0
+    assert 1.0 < tried_at - surprised_at < 60.0
 
 
 def test_what_came_is_counted_beside_what_was_expected() -> None:
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
-    before = list(steps.slots)
     assert steps.chooser.choose(16) == 1
+    steps.settle()
+    before = list(steps.slots)
     steps.step(16, 1, 0.0123)
+    assert steps.timed() == 12_300
     counted = [now - then for now, then in zip(steps.slots, before, strict=True)]
-    assert counted[counters.MICROSECONDS] == 12_300
     assert counted[counters.EXPECTED_MICROSECONDS] == pytest.approx(11_000, rel=0.02)
     assert counted[counters.TOKENS] == 32
     assert counted[counters.EXPECTED_MILLITOKENS] == pytest.approx(32_000, rel=0.01)
@@ -733,12 +845,15 @@ def test_what_came_is_counted_beside_what_was_expected() -> None:
     assert steps.slots[counters.TOKENS] - before[counters.TOKENS] == 32 + 16
 
 
-def test_what_nobody_expected_is_not_counted() -> None:
+def test_times_that_nobody_expected_are_not_counted() -> None:
     steps = Steps()
+    for _ in range(2):  # the second waits for what the one after it prefills
+        steps.chooser.choose(16)
+        steps.step(16, 3)
+    assert not steps.slots[counters.MICROSECONDS]
+    assert not steps.slots[counters.EXPECTED_MICROSECONDS]
     steps.step(16, 3)
-    steps.chooser.choose(16)
-    steps.step(16, 3)
-    assert not any(steps.slots)
+    assert steps.slots[counters.MICROSECONDS]
 
 
 def test_a_number_may_be_held() -> None:
@@ -746,14 +861,16 @@ def test_a_number_may_be_held() -> None:
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
     steps.slots[counters.HELD] = 1 + 5
-    rates = {length: steps.chooser.rate(group_of(16), length) for length in LENGTHS}
+    steps.step(0, 1)
+    before = rates(steps.chooser, 16)
     assert Counter(steps.chooser.choose(16) for _ in range(9)) == {5: 9}
     for _ in range(400):
         steps.step(16, 5, 0.001)
-    assert {length: steps.chooser.rate(group_of(16), length) for length in LENGTHS} == rates
+    assert rates(steps.chooser, 16) == before
     steps.slots[counters.HELD] = 1 + 4  # has no graphs
     assert steps.chooser.choose(16) == 1
     steps.slots[counters.HELD] = 0
     assert steps.chooser.choose(16) == 1
-    steps.step(16, 1, 0.001)
-    assert steps.chooser.rate(group_of(16), 1) != rates[1]
+    for _ in range(3):
+        steps.step(16, 1, 0.005)
+    assert rates(steps.chooser, 16) != before

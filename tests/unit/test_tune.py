@@ -173,6 +173,7 @@ def test_every_setting_has_the_same_requests_in_turn() -> None:
     requests = [load.requests for load in asked]
     for number in range(4):
         assert all(one == requests[6 * number] for one in requests[6 * number : 6 * number + 6])
+    assert len(requests[0]) == 2 < len(requests[6]) == 4, "the first is brief"
     assert len({load.model_dump_json() for load in asked}) == 4 * 6
     assert {load.concurrency for load in engine.asked} == {found.concurrency} == {4}
     assert found.speeds == {0: 0, 1: 1, 2: 2, 3: 3, 5: 5, AUTO: 10}

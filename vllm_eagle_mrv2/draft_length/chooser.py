@@ -2,8 +2,8 @@
 
 An iteration with K drafts a request makes 1 + a1 + a1 a2 + ... tokens a request, where ai is the share of drafts
 accepted at position i, and takes a time that depends on the number of decodes and on K.  Both are learned from the
-running engine.  The number in force is compared with another one in short trials between its own iterations, so that
-what changes for both does not count; the time that trials lose is kept below a share of all time.
+running engine, the times with their errors.  A number that might pay more than the one in force is tried, between
+iterations of that; the time that trials lose is kept below a share of all time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
-from vllm_eagle_mrv2.draft_length.durations import Durations, Prefills, typical
+from vllm_eagle_mrv2.draft_length.times import Iteration, Times, Vector, Workload
 from vllm_eagle_mrv2.telemetry import counters
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
@@ -24,43 +26,32 @@ logger = logging.getLogger("vllm.eagle_mrv2")
 
 _FIRST = 3
 """The number of draft tokens before anything is known."""
-_FEWEST, _LONGEST_S, _PRECISION = 6, 0.5, 0.005
-"""A trial ends after so many iterations, when it has taken so long or its mean is so precise."""
+_FEWEST, _LONGEST_S = 6, 0.5
+"""A trial takes so many iterations at least, and so long at most unless these take longer."""
 _GIVEN_UP = 200
 """Iterations after which a trial ends without enough of them, as requests come and go."""
 _SHARE_OF_TRIALS = 0.002
-"""Share of all time that trials may lose, beside the first trial of each promising number."""
+"""Share of all time that trials may lose."""
 _SAVED_S = 0.5
-"""Seconds that trials may lose at once after a quiet time."""
+"""Seconds that trials may lose at once: at the start, and after a quiet time."""
 _OWED_S = 10.0 * _SHARE_OF_TRIALS
 """Seconds by which trials may have lost more than that: a bad surprise holds the next one back for ten at most."""
-_REST_S = 2.0
-"""Seconds between two trials of a number that is as good as the one in force; of a worse one, longer."""
-_HOPELESS = 0.15
-"""A number that is expected to make so much less than the one in force has no first trial at once, but for the next."""
-_WORTH_CHANGING = 1.01
+_WORTH = 1.01
+"""A number comes into force that makes so much more than the one in force, ..."""
 _UNSURE = 0.5
-"""Weight of the standard error of a number that would be put in force."""
-_A_DRAFT = 0.03
-"""Share of an iteration that a draft is expected to take before any has been tried."""
-_APART = 0.015
-"""By which share the times of two numbers differ more or less in the next group."""
-_EVERY = 8
+"""... were its iterations slower by so many standard errors; ..."""
+_HOPE = 0.7
+"""... and one is tried that would, were they faster by so many, ..."""
+_LEAST = 0.1
+"""... but no more than so much faster."""
+_EVERY = 7
 """Iterations between two comparisons."""
 _BETWEEN_S = 0.02
 """Seconds from the tokens of an iteration to the schedule of the next that count; in further ones the engine rested."""
 _LONGEST_ITERATION_S = 2.0
 """Seconds after which an iteration was none: something was compiled, or the machine was busy."""
-_FOLLOW = 0.05
-"""Weight of an iteration with the number in force."""
-
-
-class Iteration(NamedTuple):
-    """What an iteration did, and how long it took."""
-
-    decoded: int  # tokens of decodes, drafts included
-    prefilled: int  # other tokens
-    seconds: float
+_KNOWN = 0.1
+"""An iteration's expected time is known where its standard error is a smaller share of it."""
 
 
 @dataclass
@@ -69,8 +60,37 @@ class Trial:
 
     group: int
     length: int
-    taken: list[Iteration] = field(default_factory=list)
-    iterations: int = 0
+    taken: int = 0  # iterations with this number
+    seconds: float = 0.0
+    iterations: int = 0  # all since its begin
+
+
+class Gain(NamedTuple):
+    """What a number of draft tokens makes, as a multiple of what the one in force makes."""
+
+    mean: float
+    error: float  # standard error of the ratio of their times, as a share
+    seconds: float  # of an iteration with the number
+
+    @property
+    def sure(self) -> float:
+        """What is fairly sure."""
+        return self.mean / (1.0 + _UNSURE * self.error)
+
+    @property
+    def hoped(self) -> float:
+        """What may be."""
+        return self.mean / max(1.0 - _HOPE * self.error, _LEAST)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the number should come into force."""
+        return self.sure > _WORTH
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether the number is worth a trial."""
+        return self.hoped > _WORTH
 
 
 class DraftLength:
@@ -94,13 +114,15 @@ class DraftLength:
         """The number that the latest iteration drafts."""
         self._clock = clock
         self._slots = (counter or DraftCounter()).slots
-        self._durations: dict[int, Durations] = {}
-        self._in_force: dict[int, int] = {}
-        self._prefills = Prefills()
-        self._draft: float | None = None  # seconds of a draft, beside verifying it
+        self._in_force: dict[int, int] = {}  # by group
+        self._times: dict[int, Times] = {}
+        self._workload = Workload()
+        self._prefilled = 0  # by the iteration before
+        self._waits: tuple[Iteration, int] | None = None  # that iteration and what the one before it prefilled
         self._trial: Trial | None = None
-        self._may_lose = 0.0
+        self._may_lose = _SAVED_S
         self._scheduled = self._last = clock()  # when an iteration was scheduled, and when the tokens of one arrived
+        self._verified = self.length  # by the iteration before
         self._iterations = 0
         self._group = 0
 
@@ -117,7 +139,8 @@ class DraftLength:
             return held
         group = self._group = group_of(requests)
         if group not in self._in_force:
-            self._enter(group)
+            nearest = _nearest(group, self._in_force)
+            self._in_force[group] = self.length if nearest is None else self._in_force[nearest]
         trial = self._trial
         if trial is not None and abs(trial.group - group) > 1:
             trial = self._trial = None
@@ -142,169 +165,112 @@ class DraftLength:
         now = self._clock()
         seconds = now - max(self._last, self._scheduled - _BETWEEN_S)
         self._last = now
-        if self._slots[counters.HELD] or not decodes or length not in self.lengths or seconds > _LONGEST_ITERATION_S:
+        if self._waits is not None:
+            self._take(*self._waits, prefilled)
+        prefilled_before, self._prefilled, self._waits = self._prefilled, prefilled, None
+        changed, self._verified = length != self._verified, length
+        timed = 0.0 < seconds <= _LONGEST_ITERATION_S
+        if self._slots[counters.HELD] or not decodes or length not in self.lengths or not timed:
             return
-        iteration = Iteration(decodes * (1 + length), prefilled, seconds)
-        self._count(decodes, length, iteration, outcomes)
-        self.acceptance.add(outcomes, seconds)
-        self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, _SAVED_S)
-        group = group_of(decodes)
-        in_force = self._in_force.get(group)
-        if in_force is None:
-            return
+        iteration = Iteration(decodes, length, prefilled, seconds)
         made = decodes * self.acceptance.tokens(length)
-        self._prefills.add((group, length), *iteration[:2], made, seconds)
-        self._take(group, length, iteration, now)
+        self._count(counters.TOKENS, decodes + sum(max(kept, 0) * requests for (_, kept), requests in outcomes))
+        self._count(counters.EXPECTED_MILLITOKENS, 1e3 * made)
+        self.acceptance.add(outcomes, seconds)
+        self._workload.add(made, prefilled)
+        self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, _SAVED_S)
+        if not changed:  # the change to another number takes time of its own
+            self._waits = iteration, prefilled_before
         self._iterations += 1
-        if self._iterations % _EVERY == 0 and self._trial is None and group == self._group:
-            self._compare(group)
-            self._begin_trial(group, now)
+        group = group_of(decodes)
+        if self._iterations % _EVERY == 0 and self._trial is None and group == self._group and group in self._times:
+            gains = self._gains(group)
+            if not self._compare(group, gains):
+                self._begin_trial(group, gains)
 
-    def _count(
-        self, decodes: int, length: int, iteration: Iteration, outcomes: Iterable[tuple[tuple[int, int], int]]
-    ) -> None:
-        """Count what was expected of an iteration beside what came."""
-        group, slots = group_of(decodes), self._slots
-        if group not in self._durations or not self._durations[group].known(length):
-            return
-        expected = self._durations[group].seconds[length] + self._beyond_plain(group, length, iteration)
-        slots[counters.MICROSECONDS] += round(1e6 * iteration.seconds)
-        slots[counters.EXPECTED_MICROSECONDS] += round(1e6 * expected)
-        slots[counters.TOKENS] += decodes + sum(max(kept, 0) * requests for (_, kept), requests in outcomes)
-        slots[counters.EXPECTED_MILLITOKENS] += round(1e3 * decodes * self.acceptance.tokens(length))
+    def _count(self, slot: int, number: float) -> None:
+        self._slots[slot] += round(number)
 
-    def rate(self, group: int, length: int) -> float:
-        """Return the tokens a second that a number of drafts is expected to make; 0 if unknown."""
-        seconds = self._durations[group].seconds.get(length)
-        return 0.0 if seconds is None else self._rate(group, length, seconds)
+    def _expected(self, group: int) -> tuple[Vector, Vector]:
+        """Return, by number of drafts, what iterations are expected to make and what they consist of.
 
-    def _rate(self, group: int, length: int, seconds: float) -> float:
-        made = self._made(group, length)
-        return made / (seconds + self._prefills.expected(requests_of(group) * (1 + length), made))
+        Returns:
+            Tokens, [numbers]; and parts, as of `Times`, [numbers, times].
+        """
+        tokens = [requests_of(group) * self.acceptance.tokens(length) for length in self.lengths]
+        prefills = map(self._workload.prefills, tokens)
+        parts = [
+            self._times[group].parts(length, one, one, one) for length, one in zip(self.lengths, prefills, strict=True)
+        ]
+        return np.array(tokens), np.array(parts)
 
-    def _made(self, group: int, length: int) -> float:
-        return requests_of(group) * self.acceptance.tokens(length)
+    def _gains(self, group: int) -> dict[int, Gain]:
+        times, in_force = self._times[group], self.lengths.index(self._in_force[group])
+        tokens, parts = self._expected(group)
+        seconds = times.seconds(parts)
+        rates, shares = tokens / seconds, parts / seconds[:, None]
+        columns = (one.tolist() for one in (rates / rates[in_force], times.error(shares - shares[in_force]), seconds))
+        return {length: Gain(*one) for length, *one in zip(self.lengths, *columns, strict=True)}
 
-    def _enter(self, group: int) -> None:
-        """Begin with what is known of the nearest number of decodes."""
-        nearest = min(self._in_force, key=lambda other: abs(other - group), default=None)
-        durations = self._durations[group] = Durations()
-        self._in_force[group] = self.length if nearest is None else self._in_force[nearest]
-        if nearest is None:
-            return
-        known, further = self._durations[nearest], requests_of(group) - requests_of(nearest)
-        for length, seconds in known.seconds.items():
-            tokens = requests_of(nearest) * (1 + length)
-            more = self._prefills.seconds(tokens, further * (1 + length))
-            durations.seconds[length] = max(seconds + more, 0.1 * seconds)
-            durations.error[length] = math.hypot(known.error[length], _APART * abs(group - nearest) * seconds)
-
-    def _guess(self, group: int) -> None:
-        """Expect times of what has not been tried: by the tokens to verify, and by what a draft took elsewhere."""
-        durations, in_force, requests = self._durations[group], self._in_force[group], requests_of(group)
-        base = durations.seconds[in_force]
-        draft, unsure = (_A_DRAFT * base, 1.0) if self._draft is None else (self._draft, 0.5)
-        for length in self.lengths:
-            more = length - in_force
-            verifying = self._prefills.seconds(requests * (1 + in_force), requests * more)
-            error = 0.2 * abs(verifying) + unsure * draft * abs(more)
-            durations.guess(length, base + verifying + draft * more, error)
-
-    def _learn_draft(self, group: int, length: int, seconds: float) -> None:
-        """Learn what a draft takes from the trial of a number."""
-        in_force, requests = self._in_force[group], requests_of(group)
-        if length != in_force:
-            more = length - in_force
-            verifying = self._prefills.seconds(requests * (1 + in_force), requests * more)
-            draft = max((seconds - self._durations[group].seconds[in_force] - verifying) / more, 0.0)
-            self._draft = draft if self._draft is None else self._draft + 0.3 * (draft - self._draft)
-
-    def _take(self, group: int, length: int, iteration: Iteration, now: float) -> None:
-        """Take over the seconds of an iteration."""
-        durations, in_force, trial = self._durations[group], self._in_force[group], self._trial
+    def _take(self, iteration: Iteration, prefilled_before: int, prefilled_after: int) -> None:
+        """Take over the time of an iteration."""
+        group = group_of(iteration.decodes)
+        if group not in self._times:
+            self._times[group] = self._first_times(group, iteration)
+        expected, error = self._times[group].learn(iteration, prefilled_before, prefilled_after)
+        if error < _KNOWN * expected:
+            self._count(counters.MICROSECONDS, 1e6 * iteration.seconds)
+            self._count(counters.EXPECTED_MICROSECONDS, 1e6 * expected)
+        trial = self._trial
         if trial is not None and abs(trial.group - group) <= 1:
             trial.iterations += 1
-            if length == trial.length:
-                trial.taken.append(iteration)
-            self._end(trial, now)
-        if length == in_force:
-            if durations.known(length):
-                durations.follow(length, self._plain(group, length, iteration), _FOLLOW)
-            elif self._trial is None:
-                self._trial = Trial(group, length)
+            if iteration.length == trial.length:
+                trial.taken += 1
+                trial.seconds += iteration.seconds
+            self._end(trial)
 
-    def _plain(self, group: int, length: int, iteration: Iteration) -> float:
-        """Return the seconds of an iteration as if it had no prefills, and as many decodes as the middle of a group."""
-        return max(iteration.seconds - self._beyond_plain(group, length, iteration), 0.1 * iteration.seconds)
+    def _first_times(self, group: int, iteration: Iteration) -> Times:
+        """Return what is expected of a number of decodes: by the nearest known one, or by its first iteration."""
+        nearest = _nearest(group, self._times)
+        if nearest is None:
+            return Times.guess(self.lengths, iteration)
+        return self._times[nearest].nearby(abs(group - nearest), requests_of(group) - requests_of(nearest))
 
-    def _beyond_plain(self, group: int, length: int, iteration: Iteration) -> float:
-        """Return the seconds that an iteration takes beyond those of one without prefills, of the middle of a group."""
-        decoded = requests_of(group) * (1 + length)
-        return self._prefills.seconds(decoded, iteration.decoded + iteration.prefilled - decoded)
+    def _begin_trial(self, group: int, gains: dict[int, Gain]) -> None:
+        """Try another number, if one may pay and the time that it may lose is there."""
+        may_lose = max(self._may_lose, 0.0) / _FEWEST
+        due = [
+            length for length, gain in gains.items() if gain.may_pay and (1.0 - gain.mean) * gain.seconds <= may_lose
+        ]
+        if due:
+            self._trial = Trial(group, max(due, key=lambda one: gains[one].hoped))
 
-    def _end(self, trial: Trial, now: float) -> None:
+    def _end(self, trial: Trial) -> None:
         """End a trial once it is long enough, and compare."""
-        taken = trial.taken[1:]  # the first changed from one number to another
-        if len(taken) < _FEWEST:
+        if trial.taken < _FEWEST:
             if trial.iterations >= _GIVEN_UP:
                 self._trial = None
             return
-        group, length = trial.group, trial.length
-        mean, error = typical([self._plain(group, length, one) for one in taken])
-        whole = sum(one.seconds for one in taken)
-        if whole < _LONGEST_S and error > _PRECISION * whole / len(taken):
+        gains = self._gains(trial.group)
+        gain = gains[trial.length]
+        lost = max(trial.seconds - trial.taken * gain.seconds * gain.mean, 0.0)
+        if trial.seconds < _LONGEST_S and lost < self._may_lose and gain.may_pay and not gain.pays:
             return
         self._trial = None
-        self._learn_draft(group, length, mean)
-        durations = self._durations[group]
-        first = not durations.known(length)
-        durations.set(length, mean, error, now)
-        in_force = self._in_force[group]
-        if durations.known(in_force):
-            self._guess(group)
-            worse = 1.0 - self.rate(group, length) / self.rate(group, in_force)
-            if not first:
-                self._may_lose = max(self._may_lose - whole * max(worse, 0.0), -_OWED_S)
-            self._compare(group)
+        self._may_lose = max(self._may_lose - lost, -_OWED_S)
+        self._compare(trial.group, gains)
 
-    def _compare(self, group: int) -> None:
-        """Put the best number in force."""
-        in_force = self._in_force[group]
-        known = filter(self._durations[group].known, self.lengths)
-        best = max(known, key=lambda one: self.rate(group, one), default=None)
-        if best is None or best == in_force:
-            return
-        unsure = _UNSURE * self._durations[group].error[best] * self.rate(group, best) / self._made(group, best)
-        if self.rate(group, best) < (_WORTH_CHANGING + unsure) * self.rate(group, in_force):
-            return
-        self._in_force[group] = best
+    def _compare(self, group: int, gains: dict[int, Gain]) -> bool:
+        """Put the best number in force; return whether it is another one."""
+        best = max(gains, key=lambda one: gains[one].sure)
+        if not gains[best].pays:
+            return False
+        in_force, self._in_force[group] = self._in_force[group], best
         self._slots[counters.CHANGES] += 1
         logger.debug(
             "eagle_mrv2 drafts %d tokens instead of %d for about %d requests", best, in_force, requests_of(group)
         )
-
-    def _begin_trial(self, group: int, now: float) -> None:
-        """Try another number, if one is due and the time that it may lose is there."""
-        durations, in_force = self._durations[group], self._in_force[group]
-        if not durations.known(in_force):
-            return
-        rate, seconds = self.rate(group, in_force), durations.seconds[in_force]
-        due: list[tuple[float, int, float]] = []
-        for length in self.lengths:
-            if length == in_force:
-                continue
-            worse = max(1.0 - self.rate(group, length) / rate, 0.0)
-            next_to = abs(self.lengths.index(length) - self.lengths.index(in_force)) == 1
-            if not durations.known(length) and (next_to or worse < _HOPELESS):
-                self._trial = Trial(group, length)
-                return
-            rested = (now - durations.tried.get(length, 0.0)) / (_REST_S * (1.0 + worse / _PRECISION / 10))
-            if rested > 1.0:
-                due.append((rested, length, worse))
-        if due:
-            _, length, worse = max(due)
-            if worse * min(_FEWEST * seconds, _LONGEST_S) <= max(self._may_lose, 0.0):
-                self._trial = Trial(group, length)
+        return True
 
 
 def group_of(requests: int) -> int:
@@ -315,3 +281,7 @@ def group_of(requests: int) -> int:
 def requests_of(group: int) -> int:
     """Return the number of decodes in the middle of a group."""
     return round(2 ** (group / 2))
+
+
+def _nearest(group: int, known: Collection[int]) -> int | None:
+    return min(known, key=lambda other: abs(other - group), default=None)

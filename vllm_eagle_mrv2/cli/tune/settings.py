@@ -18,6 +18,10 @@ from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
 SETTLES_S = 5.0
 """Seconds that the engine's own choice has to settle; it learns nothing while a number is held."""
+_BRIEF = 4
+"""By this much a round is shorter that has compiled what a number needs."""
+_FEWEST = 2
+"""Requests of a round."""
 
 
 def measure(
@@ -27,7 +31,7 @@ def measure(
     rounds: int,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> TuneRow:
-    """Measure a live engine with every setting, in turn, after one round of each that does not count.
+    """Measure a live engine with every setting, in turn, after a brief round of each that does not count.
 
     The engine is filled once; a setting takes over the requests in flight from the one before it.  Before the rounds
     that count, the engine's own choice has further ones until it has settled.
@@ -41,7 +45,8 @@ def measure(
     level = Level(concurrency=concurrency)
     process.ask(traffic.load(level, seed=0))
     first, *loads = (traffic.load(level, seed, fills=False) for seed in range(1, rounds + 2))
-    for setting, (answer,) in zip(settings, in_turn(asked, [first]), strict=True):
+    brief = first.model_copy(update={"requests": first.requests[: max(len(first.requests) // _BRIEF, _FEWEST)]})
+    for setting, (answer,) in zip(settings, in_turn(asked, [brief]), strict=True):
         _check_held(setting, answer)
     settled = monotonic() + SETTLES_S
     while monotonic() < settled:

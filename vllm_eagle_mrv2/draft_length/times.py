@@ -1,0 +1,208 @@
+"""What an iteration takes, by number of draft tokens, and what prefills add."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float64]
+
+
+class Shares(NamedTuple):
+    """How far times may be off, as shares of a time."""
+
+    alike: float  # all of them
+    drafts: float  # those with the most drafts, and those with fewer by as much less
+    own: float  # each by itself
+
+
+_DRAFT = 0.03
+"""Share of an iteration that a draft takes before any has been timed."""
+_PREFILLS, _TOKENS = 0.5, 1000
+"""Before any have been timed, prefills take a share of an iteration, and so many tokens of theirs as long as one."""
+_AT_FIRST = Shares(1.0, 0.5, 0.1)
+"""After the first iteration."""
+_NEXT_GROUP = Shares(0.1, 0.1, 0.03)
+"""In the next group of decodes, as far as the times differ from this one's."""
+_A_SECOND = Shares(0.03, 0.02, 0.02)
+"""A second later."""
+_CHANGED = Shares(0.6, 0.4, 0.0)
+_CHANGED_OWN = 0.4
+"""After a change, of how far an iteration was off; and of its own number."""
+_JITTER, _LEAST_JITTER, _JITTER_FOLLOWS = (0.03**2, 0.3**2), 1e-6, 0.05
+"""Variance of iterations as a share of their time squared: before any is known, at least, and an iteration's weight."""
+_OUTLIER, _STREAK = 3.0, 8
+"""Standard deviations beyond which an iteration counts less; so many of a number on one side in a row are a change."""
+_LEFT = 0.1
+"""What is left of an estimated time at least: none becomes negative."""
+_WORKLOAD_FOLLOWS = 0.01
+"""Weight of an iteration in what is known of prefills."""
+_ANY_AT_MOST = 0.98
+
+
+class Iteration(NamedTuple):
+    """What an iteration did, and how long it took."""
+
+    decodes: int  # requests
+    length: int  # drafts that each of them verified
+    prefilled: int  # tokens of other requests
+    seconds: float
+
+
+class Prefills(NamedTuple):
+    """What an iteration prefills."""
+
+    any: float  # 1 or 0; of the average of some iterations, the share that has prefills
+    tokens: float
+
+
+_NONE = Prefills(0.0, 0.0)
+_PER_TOKEN = [-5, -3, -1]
+"""Places of the times of a prefilled token: of the iteration before, its own, and the one after."""
+
+
+class Workload:
+    """How many prefills come with the tokens that are made: they end requests, and others follow."""
+
+    def __init__(self) -> None:
+        self._made = self._any = self._tokens = 0.0  # means of an iteration
+
+    def add(self, made: float, prefilled: int) -> None:
+        """Learn from an iteration that makes so many tokens."""
+        weight = _WORKLOAD_FOLLOWS if self._made else 1.0
+        self._made += weight * (made - self._made)
+        self._any += weight * ((prefilled > 0) - self._any)
+        self._tokens += weight * (prefilled - self._tokens)
+
+    def prefills(self, made: float) -> Prefills:
+        """Return what is expected of iterations that make so many tokens."""
+        more = made / self._made if self._made else 0.0
+        return Prefills(1.0 - (1.0 - min(self._any, _ANY_AT_MOST)) ** more, more * self._tokens)
+
+
+class Times:
+    """Seconds of iterations with about the same number of decodes.
+
+    An iteration takes the plain time of its number of draft tokens.  Prefills add a time of their own and one for each
+    of their tokens, and with asynchronous scheduling not only to their own iteration: the one before waits for their
+    launch, and the one after makes up for a part of that.  A Kalman filter estimates all of these times together, with
+    their errors: what shifts the time of one number shifts that of the others as far as they move alike.
+    """
+
+    def __init__(self, lengths: Sequence[int], mean: Vector, covariance: Vector) -> None:
+        self._place = {length: place for place, length in enumerate(lengths)}
+        self._mean, self._covariance = mean, covariance  # of the plain times by length, and of prefills
+        self._numbers = len(lengths)
+        plain, drafts = np.zeros((2, len(mean)))
+        plain[: len(lengths)], drafts[: len(lengths)] = 1.0, np.array(lengths) / lengths[-1]
+        self._modes = np.array([np.outer(plain, plain), np.outer(drafts, drafts), np.diag(plain)])
+        self._drift = self._spread(_A_SECOND)
+        self._jitter = list(_JITTER)  # of iterations without and with prefills
+        self._streaks = dict.fromkeys(lengths, 0.0)  # outliers in a row; negative where they took less than expected
+
+    @classmethod
+    def guess(cls, lengths: Sequence[int], iteration: Iteration) -> Times:
+        """Expect times from the first iteration."""
+        further = np.array(lengths) - iteration.length
+        prefills = np.array(3 * [_PREFILLS, 1 / _TOKENS])
+        mean = np.concatenate([np.maximum(1.0 + _DRAFT * further, _LEFT), prefills / 3])
+        times = cls(lengths, iteration.seconds * mean, np.diag(np.concatenate([0.0 * further, prefills**2])))
+        times._covariance = iteration.seconds**2 * (times._covariance + times._spread(_AT_FIRST))
+        return times
+
+    def nearby(self, groups: int, further: int) -> Times:
+        """Expect times of another number of decodes.
+
+        Args:
+            groups: how far it is away.
+            further: decodes that are more, or less where negative.
+        """
+        tokens = np.zeros(len(self._mean))
+        tokens[: self._numbers] = 1.0 + np.array(lengths := list(self._place))
+        # Decodes may cost as much as prefills, or nothing.
+        grown = 0.5 * self._mean[_PER_TOKEN].sum() * further * tokens
+        spread = np.outer(grown, grown) + self._level**2 * groups * self._spread(_NEXT_GROUP)
+        times = Times(lengths, self._mean, self._covariance + spread)
+        times._move(grown)
+        times._jitter = list(self._jitter)
+        return times
+
+    @property
+    def _level(self) -> float:
+        """Seconds of an iteration with the fewest drafts."""
+        return float(self._mean[0])
+
+    def _spread(self, shares: Shares) -> Vector:
+        """Return the covariance of plain times that may be off by shares of a second."""
+        spread: Vector = np.tensordot(np.square(shares), self._modes, 1)
+        return spread
+
+    def _move(self, by: Vector) -> None:
+        """Add to the estimates; plain times stay positive."""
+        least = _LEFT * self._mean[: self._numbers]
+        self._mean = self._mean + by
+        np.maximum(self._mean[: self._numbers], least, out=self._mean[: self._numbers])
+
+    def parts(self, length: int, before: Prefills = _NONE, own: Prefills = _NONE, after: Prefills = _NONE) -> Vector:
+        """Return what an iteration consists of: how often each of the estimated times is in it.
+
+        Args:
+            length: its number of drafts.
+            before: prefills of the iteration before it.
+            own: its own.
+            after: those of the iteration after it.
+        """
+        parts = np.zeros(len(self._mean))
+        parts[self._place[length]] = 1.0
+        parts[self._numbers :] = *before, *own, *after
+        return parts
+
+    def seconds(self, parts: Vector) -> Any:
+        """Return how long iterations of these parts take, one iteration a row."""
+        return parts @ self._mean
+
+    def error(self, parts: Vector) -> Any:
+        """Return the standard errors of `seconds`; of a difference of parts, that of the difference."""
+        return np.sqrt(np.maximum(((parts @ self._covariance) * parts).sum(-1), 0.0))
+
+    def learn(self, iteration: Iteration, prefilled_before: int, prefilled_after: int) -> tuple[float, float]:
+        """Learn from an iteration.
+
+        Args:
+            iteration: the iteration.
+            prefilled_before: tokens of the prefills of the iteration before it.
+            prefilled_after: of the iteration after it.
+
+        Returns:
+            The seconds that were expected of it, and their standard error.
+        """
+        prefilled = prefilled_before, iteration.prefilled, prefilled_after
+        parts = self.parts(iteration.length, *(Prefills(tokens > 0, tokens) for tokens in prefilled))
+        level, kind = self._level**2, int(any(prefilled))
+        self._covariance += level * iteration.seconds * self._drift
+        expected, unsure = float(parts @ self._mean), max(float(parts @ self._covariance @ parts), 0.0)
+        off, each = iteration.seconds - expected, expected**2
+        noise = self._jitter[kind] * each
+        most = _OUTLIER**2 * (unsure + noise)
+        found = max(min(off**2, most) - unsure, _LEAST_JITTER * each) / each
+        self._jitter[kind] += _JITTER_FOLLOWS * noise / (unsure + noise) * (found - self._jitter[kind])
+        streak = self._streaks[iteration.length]
+        if off**2 > most:
+            noise = off**2 / _OUTLIER**2
+            streak = math.copysign(1.0, off) + (streak if streak * off > 0.0 else 0.0)
+        else:
+            streak = 0.0
+        if abs(streak) >= _STREAK:
+            streak, place = 0.0, self._place[iteration.length]
+            self._covariance += off**2 * self._spread(_CHANGED)
+            self._covariance[place, place] += (_CHANGED_OWN * off) ** 2
+        self._streaks[iteration.length] = streak
+        spread = self._covariance @ parts
+        gain = spread / (float(parts @ spread) + noise)
+        self._move(gain * off)
+        self._covariance -= gain[:, None] * spread
+        return expected, math.sqrt(unsure)
