@@ -116,15 +116,27 @@ def test_a_request_that_stays_of_many_soon_tells_its_share() -> None:
 # What an iteration takes
 
 PLAIN = {0: 0.0075, 1: 0.0080, 2: 0.0084, 3: 0.0100, 5: 0.0140}
-PREFILLS, PER_TOKEN = 0.012, 2e-5
+SOME, LARGE, PER_TOKEN = 0.010, 0.008, 1e-5
+CAPTURED = 512
+NONE = Prefills()
+
+
+def prefills_of(tokens: int, length: int = 3) -> Prefills:
+    """Prefills beside 16 decodes."""
+    return Prefills(1, 16 * (1 + length) + tokens > CAPTURED, tokens) if tokens else NONE
+
+
+def learn(times: Times, length: int, seconds: float) -> None:
+    """Learn from an iteration without prefills around it."""
+    times.learn(Iteration(16, length, NONE, seconds), NONE, NONE)
 
 
 def times_of(plain: dict[int, float], lengths: tuple[int, ...] = LENGTHS) -> Times:
     """Learned from many iterations without prefills."""
-    times = Times.guess(lengths, Iteration(16, 3, 0, 0.01))
+    times = Times.guess(lengths, Iteration(16, 3, NONE, 0.01))
     for _ in range(60):
         for length, seconds in plain.items():
-            times.learn(Iteration(16, length, 0, seconds), 0, 0)
+            learn(times, length, seconds)
     return times
 
 
@@ -138,21 +150,21 @@ def error_of(times: Times, length: int, than: int | None = None) -> float:
     return float(times.error(parts if than is None else parts - times.parts(than)))
 
 
-def seconds_of(length: int, before: int, own: int, after: int, asynchronous: bool) -> float:
-    """What an iteration takes, given the tokens prefilled around it.
+def seconds_of(length: int, before: Prefills, own: Prefills, after: Prefills, asynchronous: bool) -> float:
+    """What an iteration takes, given the prefills around it.
 
     If the engine is asynchronous, the iteration before prefills waits for their launch, and the one after them makes up
     for some of that.
     """
-    prefilled = after if asynchronous else own
-    made_up = 0.3 * PREFILLS if asynchronous and before else 0.0
-    return PLAIN[length] + (PREFILLS + PER_TOKEN * prefilled if prefilled else 0.0) - made_up
+    found = after if asynchronous else own
+    made_up = 0.3 * SOME * before.any if asynchronous else 0.0
+    return PLAIN[length] + SOME * found.any + LARGE * found.large + PER_TOKEN * found.tokens - made_up
 
 
 def learned(asynchronous: bool, every: float, noise: float = 0.01, iterations: int = 3000) -> Times:
     """Learned from iterations with 3 drafts, some with 5, of which a share has prefills."""
     rng = random.Random(2)
-    prefills = [rng.randint(100, 3000) if rng.random() < every else 0 for _ in range(iterations + 2)]
+    prefills = [prefills_of(rng.randint(100, 3000) if rng.random() < every else 0) for _ in range(iterations + 2)]
     times: Times | None = None
     for number, (before, own, after) in enumerate(zip(prefills, prefills[1:], prefills[2:], strict=False)):
         length = 5 if number % 100 < 10 else 3
@@ -176,9 +188,10 @@ def test_prefills_are_told_from_drafts(asynchronous: bool, every: float) -> None
     """Wherever their time is found: in their own iteration, or in those around it."""
     times = learned(asynchronous, every)
     assert {length: plain_of(times)[length] for length in (3, 5)} == pytest.approx({3: 0.01, 5: 0.014}, rel=0.05)
-    for prefilled in [(500, 0, 0), (0, 500, 0), (0, 0, 500), (0, 0, 2500), (2000, 2000, 2000)]:
-        parts = times.parts(3, *(Prefills(tokens > 0, tokens) for tokens in prefilled))
-        assert times.seconds(parts) == pytest.approx(seconds_of(3, *prefilled, asynchronous), rel=0.07)
+    for tokens in [(300, 0, 0), (0, 300, 0), (0, 0, 300), (0, 0, 700), (0, 0, 2500), (2000, 2000, 2000)]:
+        before, own, after = map(prefills_of, tokens)
+        expected = seconds_of(3, before, own, after, asynchronous)
+        assert times.seconds(times.parts(3, before, own, after)) == pytest.approx(expected, rel=0.07)
 
 
 def test_a_number_that_was_not_tried_follows_the_others() -> None:
@@ -189,7 +202,7 @@ def test_a_number_that_was_not_tried_follows_the_others() -> None:
     assert error_of(times, 3) < 0.001 < error_of(times, 2) < error_of(times, 1) < error_of(times, 0)
     before = error_of(times, 5)
     for _ in range(20):
-        times.learn(Iteration(16, 2, 0, 0.016), 0, 0)
+        learn(times, 2, 0.016)
     assert plain_of(times)[1] < 0.018
     assert plain_of(times)[5] > 0.0212
     assert error_of(times, 5) < before
@@ -199,7 +212,7 @@ def test_what_shifts_one_number_shifts_all() -> None:
     """Slowly: longer sequences, or the clock of the GPU."""
     times = times_of(PLAIN)
     for step in range(1000):
-        times.learn(Iteration(16, 3, 0, PLAIN[3] + 1e-5 * step), 0, 0)
+        learn(times, 3, PLAIN[3] + 1e-5 * step)
     assert plain_of(times)[3] == pytest.approx(0.02, rel=0.02)
     assert plain_of(times)[0] == pytest.approx(PLAIN[0] + 0.01, rel=0.25)
 
@@ -209,7 +222,7 @@ def test_what_was_not_timed_for_long_is_less_certain() -> None:
     errors = [error_of(times, 5, than=3)]
     for _ in range(3):
         for _ in range(100):
-            times.learn(Iteration(16, 3, 0, PLAIN[3]), 0, 0)
+            learn(times, 3, PLAIN[3])
         errors.append(error_of(times, 5, than=3))
     assert errors == sorted(errors)
     assert errors[-1] > 1e-4
@@ -219,20 +232,20 @@ def test_a_stall_does_not_count_and_a_change_does() -> None:
     """A stall may have several iterations wait."""
     times = times_of(PLAIN)
     for _ in range(4):
-        times.learn(Iteration(16, 3, 0, 0.05), 0, 0)
+        learn(times, 3, 0.05)
     assert plain_of(times)[3] == pytest.approx(PLAIN[3], rel=0.1)
     for _ in range(60):
-        times.learn(Iteration(16, 3, 0, PLAIN[3]), 0, 0)
+        learn(times, 3, PLAIN[3])
     for _ in range(12):
-        times.learn(Iteration(16, 3, 0, 0.014), 0, 0)
+        learn(times, 3, 0.014)
     assert plain_of(times)[3] == pytest.approx(0.014, rel=0.03)
 
 
 def test_outliers_on_both_sides_are_no_change() -> None:
     times, changed = times_of(PLAIN), times_of(PLAIN)
     for number in range(12):
-        times.learn(Iteration(16, 3, 0, 0.002 if number % 4 == 3 else 0.05), 0, 0)
-        changed.learn(Iteration(16, 3, 0, 0.05), 0, 0)
+        learn(times, 3, 0.002 if number % 4 == 3 else 0.05)
+        learn(changed, 3, 0.05)
     assert plain_of(times)[3] < 0.02 < 0.03 < plain_of(changed)[3]
 
 
@@ -241,9 +254,9 @@ def test_a_change_is_found_in_several_trials() -> None:
     times = times_of(PLAIN)
     for _ in range(3):
         for _ in range(5):
-            times.learn(Iteration(16, 5, 0, 0.028), 0, 0)
+            learn(times, 5, 0.028)
         for _ in range(20):
-            times.learn(Iteration(16, 3, 0, PLAIN[3]), 0, 0)
+            learn(times, 3, PLAIN[3])
     assert plain_of(times)[5] == pytest.approx(0.028, rel=0.05)
     assert plain_of(times)[3] == pytest.approx(PLAIN[3], rel=0.02)
     assert abs(plain_of(times)[0] - PLAIN[0]) < 2 * error_of(times, 0, than=3), "it may have changed, too"
@@ -253,8 +266,8 @@ def test_iterations_that_differ_tell_less() -> None:
     def error(noise: float) -> float:
         rng, times = random.Random(1), times_of(PLAIN)
         for _ in range(300):
-            times.learn(Iteration(16, 3, 0, PLAIN[3] * (1 + rng.gauss(0, noise))), 0, 0)
-        times.learn(Iteration(16, 5, 0, PLAIN[5]), 0, 0)
+            learn(times, 3, PLAIN[3] * (1 + rng.gauss(0, noise)))
+        learn(times, 5, PLAIN[5])
         return error_of(times, 5, than=3)
 
     assert error(0.001) < error(0.03) < error(0.2)
@@ -268,13 +281,13 @@ def test_errors_are_how_far_estimates_stray(every: float, seed: int) -> None:
     off = [float(times.seconds(times.parts(length))) - PLAIN[length] for length in (3, 5)]
     errors = [error_of(times, length) for length in (3, 5)]
     assert all(abs(one) < 4 * error for one, error in zip(off, errors, strict=True))
-    assert all(error < 0.2 * PLAIN[3] for error in errors)
+    assert all(error < 0.3 * PLAIN[3] for error in errors)
 
 
 def test_no_time_becomes_negative() -> None:
     times = times_of(PLAIN)
     for _ in range(50):
-        times.learn(Iteration(16, 3, 0, 1e-6), 0, 0)
+        learn(times, 3, 1e-6)
     assert min(plain_of(times).values()) > 0
 
 
@@ -295,20 +308,18 @@ def test_prefills_come_with_tokens(every: int) -> None:
     """Whoever makes more tokens starts more requests, in the same iteration or in further ones."""
     workload, rng = Workload(), random.Random(3)
     for _ in range(4000):
-        workload.add(10.0, 1000 if rng.random() < 1 / every else 0)
-    share, tokens = workload.prefills(10.0)
-    assert share == pytest.approx(min(1 / every, 0.98), rel=0.3)
-    assert tokens == pytest.approx(1000 / every, rel=0.3)
-    share, tokens = workload.prefills(20.0)
-    assert share == pytest.approx(1 - (1 - min(1 / every, 0.98)) ** 2, rel=0.3)
-    assert tokens == pytest.approx(2000 / every, rel=0.3)
+        workload.add(10.0, prefills_of(1000 if rng.random() < 1 / every else 0))
+    share = min(1 / every, 0.98)
+    assert workload.prefills(10.0) == pytest.approx((share, share, 1000 / every), rel=0.3)
+    share = 1 - (1 - share) ** 2
+    assert workload.prefills(20.0) == pytest.approx((share, share, 2000 / every), rel=0.3)
 
 
 def test_without_prefills_none_are_expected() -> None:
     workload = Workload()
-    assert workload.prefills(5.0) == (0, 0)
-    workload.add(10.0, 0)
-    assert workload.prefills(5.0) == (0, 0)
+    assert workload.prefills(5.0) == NONE
+    workload.add(10.0, NONE)
+    assert workload.prefills(5.0) == NONE
 
 
 # Groups
@@ -393,7 +404,7 @@ class Engine:
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
         self._chooser: Chooser = (
-            DraftLength(LENGTHS, lambda: self.now) if self.length is None else Constant(self.length)
+            DraftLength(LENGTHS, CAPTURED, lambda: self.now) if self.length is None else Constant(self.length)
         )
         self._drafts = self._chooser.choose(self.load(0.0))
         self._waiting = 0.0
@@ -561,7 +572,7 @@ class Steps:
         self.now = 100.0
         counter = DraftCounter()
         self.slots = counter.slots
-        self.chooser = DraftLength(lengths, lambda: self.now, counter)
+        self.chooser = DraftLength(lengths, CAPTURED, lambda: self.now, counter)
 
     @property
     def changes(self) -> int:
@@ -604,7 +615,7 @@ def rates(chooser: DraftLength, requests: int) -> dict[int, float]:
     ("lengths", "first"), [(LENGTHS, 3), ((0, 1, 2, 3, 5, 7, 9), 3), ((0, 1, 2), 2), ((0, 1), 1), ((0, 1, 2, 4), 2)]
 )
 def test_the_first_number(lengths: tuple[int, ...], first: int) -> None:
-    chooser = DraftLength(lengths)
+    chooser = DraftLength(lengths, CAPTURED)
     assert chooser.length == chooser.choose(7) == first
 
 
@@ -711,6 +722,16 @@ def test_an_unknown_number_of_decodes_begins_as_the_nearest() -> None:
     # With their errors, so that others are tried.
     steps.run(24, 600, lambda length: 0.01 + 0.001 * abs(2 - length))
     assert chooser.choose(24) == 2
+
+
+def test_it_learns_of_numbers_of_decodes_for_which_it_did_not_choose() -> None:
+    """Requests end between the choice and its iteration."""
+    steps = Steps()
+    for _ in range(20):
+        steps.step(1, 3)
+    assert steps.changes == 0
+    assert steps.chooser.choose(1) == 3
+    assert rates(steps.chooser, 1)[3] == pytest.approx(2 / 0.01, rel=0.05)
 
 
 # Trials

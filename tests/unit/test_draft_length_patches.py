@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,7 +20,9 @@ from vllm_eagle_mrv2.patches.draft_length import Plan
 from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, DraftCounter, read_counts
 
 
-def config_of(most: int = 5, *, chosen: bool = True, ranks: int = 1, **changes: Any) -> Any:
+def config_of(
+    most: int = 5, *, chosen: bool = True, ranks: int = 1, sizes: Sequence[int] | None = (1, 512), **changes: Any
+) -> Any:
     """The configuration of an engine that asks for ``draft_length``, auto or constant."""
     draft = SimpleNamespace(
         num_speculative_tokens=most,
@@ -30,7 +32,11 @@ def config_of(most: int = 5, *, chosen: bool = True, ranks: int = 1, **changes: 
     vars(draft).update(changes)
     mark(draft, Settings("eagle", Options(draft_length="auto" if chosen else "constant")))
     parallel = SimpleNamespace(data_parallel_size=ranks, data_parallel_index=3, tensor_parallel_size=1)
-    return SimpleNamespace(speculative_config=draft, parallel_config=parallel)
+    return SimpleNamespace(
+        speculative_config=draft,
+        parallel_config=parallel,
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
+    )
 
 
 def stock_config() -> Any:
@@ -90,7 +96,7 @@ def test_nobody_asks() -> None:
 class Chooser:
     """A `DraftLength` that writes down what it is asked and told."""
 
-    def __init__(self, lengths: tuple[int, ...], counter: DraftCounter) -> None:
+    def __init__(self, lengths: tuple[int, ...], captured: int, counter: DraftCounter) -> None:
         self.lengths = lengths
         self.length = 3
         self.coming = 2  # what it chooses next
@@ -139,8 +145,15 @@ def test_a_scheduler_keeps_its_chooser(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert isinstance(chooser, DraftLength)
     assert chooser.lengths == (0, 1, 2, 3, 5, 7)
     assert [rank for rank, _ in read_counts()] == [3], "it counts for its data-parallel rank"
+    assert chooser._captured == 512
     assert draft_length.chooser_of(scheduler) is chooser
     assert draft_length.chooser_of(scheduler_of(config_of(7))) is not chooser
+
+
+def test_without_graphs_every_prefill_is_larger_than_them() -> None:
+    chooser = draft_length.chooser_of(scheduler_of(config_of(7, sizes=None)))
+    assert chooser is not None
+    assert chooser._captured == 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
-from vllm_eagle_mrv2.draft_length.times import Iteration, Times, Vector, Workload
+from vllm_eagle_mrv2.draft_length.times import Iteration, Prefills, Times, Vector, Workload
 from vllm_eagle_mrv2.telemetry import counters
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
@@ -98,6 +98,7 @@ class DraftLength:
 
     Args:
         lengths: the numbers to choose from, ascending; the last is the maximum.
+        captured: the most tokens of an iteration that a CUDA graph holds.
         clock: returns seconds.
         counter: counts what was expected beside what came; its `HELD` slot may hold a number.
     """
@@ -105,11 +106,13 @@ class DraftLength:
     def __init__(
         self,
         lengths: tuple[int, ...],
+        captured: int,
         clock: Callable[[], float] = time.monotonic,
         counter: DraftCounter | None = None,
     ) -> None:
         self.lengths = lengths
         self.acceptance = Acceptance(lengths[-1])
+        self._captured = captured
         self.length = max(length for length in lengths if length <= _FIRST)
         """The number that the latest iteration drafts."""
         self._clock = clock
@@ -117,14 +120,14 @@ class DraftLength:
         self._in_force: dict[int, int] = {}  # by group
         self._times: dict[int, Times] = {}
         self._workload = Workload()
-        self._prefilled = 0  # by the iteration before
-        self._waits: tuple[Iteration, int] | None = None  # that iteration and what the one before it prefilled
+        self._prefills = Prefills()  # of the iteration before
+        self._waits: tuple[Iteration, Prefills] | None = None  # that iteration, and the prefills of the one before it
         self._trial: Trial | None = None
         self._may_lose = _SAVED_S
         self._scheduled = self._last = clock()  # when an iteration was scheduled, and when the tokens of one arrived
         self._verified = self.length  # by the iteration before
         self._iterations = 0
-        self._group = 0
+        self._group: int | None = None  # of the latest choice
 
     def choose(self, requests: int) -> int:
         """Choose how many tokens the coming iteration drafts for each request.
@@ -165,22 +168,24 @@ class DraftLength:
         now = self._clock()
         seconds = now - max(self._last, self._scheduled - _BETWEEN_S)
         self._last = now
+        tokens = decodes * (1 + length) + prefilled
+        prefills = Prefills(1.0, tokens > self._captured, prefilled) if prefilled else Prefills()
         if self._waits is not None:
-            self._take(*self._waits, prefilled)
-        prefilled_before, self._prefilled, self._waits = self._prefilled, prefilled, None
+            self._take(*self._waits, prefills)
+        before, self._prefills, self._waits = self._prefills, prefills, None
         changed, self._verified = length != self._verified, length
         timed = 0.0 < seconds <= _LONGEST_ITERATION_S
         if self._slots[counters.HELD] or not decodes or length not in self.lengths or not timed:
             return
-        iteration = Iteration(decodes, length, prefilled, seconds)
+        iteration = Iteration(decodes, length, prefills, seconds)
         made = decodes * self.acceptance.tokens(length)
         self._count(counters.TOKENS, decodes + sum(max(kept, 0) * requests for (_, kept), requests in outcomes))
         self._count(counters.EXPECTED_MILLITOKENS, 1e3 * made)
         self.acceptance.add(outcomes, seconds)
-        self._workload.add(made, prefilled)
+        self._workload.add(made, prefills)
         self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, _SAVED_S)
         if not changed:  # the change to another number takes time of its own
-            self._waits = iteration, prefilled_before
+            self._waits = iteration, before
         self._iterations += 1
         group = group_of(decodes)
         if self._iterations % _EVERY == 0 and self._trial is None and group == self._group and group in self._times:
@@ -212,12 +217,12 @@ class DraftLength:
         columns = (one.tolist() for one in (rates / rates[in_force], times.error(shares - shares[in_force]), seconds))
         return {length: Gain(*one) for length, *one in zip(self.lengths, *columns, strict=True)}
 
-    def _take(self, iteration: Iteration, prefilled_before: int, prefilled_after: int) -> None:
+    def _take(self, iteration: Iteration, before: Prefills, after: Prefills) -> None:
         """Take over the time of an iteration."""
         group = group_of(iteration.decodes)
         if group not in self._times:
             self._times[group] = self._first_times(group, iteration)
-        expected, error = self._times[group].learn(iteration, prefilled_before, prefilled_after)
+        expected, error = self._times[group].learn(iteration, before, after)
         if error < _KNOWN * expected:
             self._count(counters.MICROSECONDS, 1e6 * iteration.seconds)
             self._count(counters.EXPECTED_MICROSECONDS, 1e6 * expected)

@@ -22,8 +22,6 @@ class Shares(NamedTuple):
 
 _DRAFT = 0.03
 """Share of an iteration that a draft takes before any has been timed."""
-_PREFILLS, _TOKENS = 0.5, 1000
-"""Before any have been timed, prefills take a share of an iteration, and so many tokens of theirs as long as one."""
 _AT_FIRST = Shares(1.0, 0.5, 0.1)
 """After the first iteration."""
 _NEXT_GROUP = Shares(0.1, 0.1, 0.03)
@@ -41,7 +39,15 @@ _LEFT = 0.1
 """What is left of an estimated time at least: none becomes negative."""
 _WORKLOAD_FOLLOWS = 0.01
 """Weight of an iteration in what is known of prefills."""
-_ANY_AT_MOST = 0.98
+_SHARE_AT_MOST = 0.98
+
+
+class Prefills(NamedTuple):
+    """What an iteration prefills; of the average of some iterations, shares of them and mean tokens."""
+
+    any: float = 0.0
+    large: float = 0.0  # with them it has more tokens than the CUDA graphs
+    tokens: float = 0.0
 
 
 class Iteration(NamedTuple):
@@ -49,48 +55,46 @@ class Iteration(NamedTuple):
 
     decodes: int  # requests
     length: int  # drafts that each of them verified
-    prefilled: int  # tokens of other requests
+    prefills: Prefills
     seconds: float
 
 
-class Prefills(NamedTuple):
-    """What an iteration prefills."""
-
-    any: float  # 1 or 0; of the average of some iterations, the share that has prefills
-    tokens: float
-
-
-_NONE = Prefills(0.0, 0.0)
-_PER_TOKEN = [-5, -3, -1]
-"""Places of the times of a prefilled token: of the iteration before, its own, and the one after."""
+_PREFILLS = Prefills(0.5, 0.5, 1 / 2000)
+"""Shares of an iteration that prefills may take before any have been timed: some, large ones, and each token."""
+_NONE = Prefills()
+_TOKENS = [-4, -1]
+"""Places of the times of a prefilled token: of the iteration itself and of the one after it."""
 
 
 class Workload:
     """How many prefills come with the tokens that are made: they end requests, and others follow."""
 
     def __init__(self) -> None:
-        self._made = self._any = self._tokens = 0.0  # means of an iteration
+        self._made, self._prefills = 0.0, Prefills()  # means of an iteration
 
-    def add(self, made: float, prefilled: int) -> None:
+    def add(self, made: float, prefills: Prefills) -> None:
         """Learn from an iteration that makes so many tokens."""
         weight = _WORKLOAD_FOLLOWS if self._made else 1.0
         self._made += weight * (made - self._made)
-        self._any += weight * ((prefilled > 0) - self._any)
-        self._tokens += weight * (prefilled - self._tokens)
+        self._prefills = Prefills(
+            *(mean + weight * (new - mean) for mean, new in zip(self._prefills, prefills, strict=True))
+        )
 
     def prefills(self, made: float) -> Prefills:
         """Return what is expected of iterations that make so many tokens."""
-        more = made / self._made if self._made else 0.0
-        return Prefills(1.0 - (1.0 - min(self._any, _ANY_AT_MOST)) ** more, more * self._tokens)
+        more, known = made / self._made if self._made else 0.0, self._prefills
+        some, large = (1.0 - (1.0 - min(share, _SHARE_AT_MOST)) ** more for share in known[:2])
+        return Prefills(some, large, more * known.tokens)
 
 
 class Times:
     """Seconds of iterations with about the same number of decodes.
 
-    An iteration takes the plain time of its number of draft tokens.  Prefills add a time of their own and one for each
-    of their tokens, and with asynchronous scheduling not only to their own iteration: the one before waits for their
-    launch, and the one after makes up for a part of that.  A Kalman filter estimates all of these times together, with
-    their errors: what shifts the time of one number shifts that of the others as far as they move alike.
+    An iteration takes the plain time of its number of draft tokens.  Prefills add to that: some time at all, more where
+    no CUDA graph is large enough, and some for each token.  With asynchronous scheduling they do so not only in their
+    own iteration: the one before waits for their launch, and the one after makes up for a part of that.  A Kalman
+    filter estimates all of these times together, with their errors: what shifts the time of one number shifts that of
+    the others as far as they move alike.
     """
 
     def __init__(self, lengths: Sequence[int], mean: Vector, covariance: Vector) -> None:
@@ -108,8 +112,8 @@ class Times:
     def guess(cls, lengths: Sequence[int], iteration: Iteration) -> Times:
         """Expect times from the first iteration."""
         further = np.array(lengths) - iteration.length
-        prefills = np.array(3 * [_PREFILLS, 1 / _TOKENS])
-        mean = np.concatenate([np.maximum(1.0 + _DRAFT * further, _LEFT), prefills / 3])
+        prefills = np.array([_PREFILLS.any, *_PREFILLS, *_PREFILLS])
+        mean = np.concatenate([np.maximum(1.0 + _DRAFT * further, _LEFT), prefills / len(prefills)])
         times = cls(lengths, iteration.seconds * mean, np.diag(np.concatenate([0.0 * further, prefills**2])))
         times._covariance = iteration.seconds**2 * (times._covariance + times._spread(_AT_FIRST))
         return times
@@ -124,7 +128,7 @@ class Times:
         tokens = np.zeros(len(self._mean))
         tokens[: self._numbers] = 1.0 + np.array(lengths := list(self._place))
         # Decodes may cost as much as prefills, or nothing.
-        grown = 0.5 * self._mean[_PER_TOKEN].sum() * further * tokens
+        grown = 0.5 * self._mean[_TOKENS].sum() * further * tokens
         spread = np.outer(grown, grown) + self._level**2 * groups * self._spread(_NEXT_GROUP)
         times = Times(lengths, self._mean, self._covariance + spread)
         times._move(grown)
@@ -158,7 +162,7 @@ class Times:
         """
         parts = np.zeros(len(self._mean))
         parts[self._place[length]] = 1.0
-        parts[self._numbers :] = *before, *own, *after
+        parts[self._numbers :] = before.any, *own, *after
         return parts
 
     def seconds(self, parts: Vector) -> Any:
@@ -169,20 +173,19 @@ class Times:
         """Return the standard errors of `seconds`; of a difference of parts, that of the difference."""
         return np.sqrt(np.maximum(((parts @ self._covariance) * parts).sum(-1), 0.0))
 
-    def learn(self, iteration: Iteration, prefilled_before: int, prefilled_after: int) -> tuple[float, float]:
+    def learn(self, iteration: Iteration, before: Prefills, after: Prefills) -> tuple[float, float]:
         """Learn from an iteration.
 
         Args:
             iteration: the iteration.
-            prefilled_before: tokens of the prefills of the iteration before it.
-            prefilled_after: of the iteration after it.
+            before: prefills of the iteration before it.
+            after: those of the iteration after it.
 
         Returns:
             The seconds that were expected of it, and their standard error.
         """
-        prefilled = prefilled_before, iteration.prefilled, prefilled_after
-        parts = self.parts(iteration.length, *(Prefills(tokens > 0, tokens) for tokens in prefilled))
-        level, kind = self._level**2, int(any(prefilled))
+        parts = self.parts(iteration.length, before, iteration.prefills, after)
+        level, kind = self._level**2, int(before.any or iteration.prefills.any or after.any)
         self._covariance += level * iteration.seconds * self._drift
         expected, unsure = float(parts @ self._mean), max(float(parts @ self._covariance @ parts), 0.0)
         off, each = iteration.seconds - expected, expected**2

@@ -40,7 +40,8 @@ def chooser_of(scheduler: Any) -> DraftLength | None:
         known[_CHOOSER] = None
         if lengths:
             counter = DraftCounter.of_rank(config.parallel_config.data_parallel_index)
-            known[_CHOOSER] = DraftLength(lengths, counter=counter)
+            sizes = config.compilation_config.cudagraph_capture_sizes
+            known[_CHOOSER] = DraftLength(lengths, max(sizes or [0]), counter=counter)
     chooser: DraftLength | None = known[_CHOOSER]
     return chooser
 
