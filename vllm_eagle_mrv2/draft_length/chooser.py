@@ -212,7 +212,7 @@ class DraftLength:
     def _gains(self, group: int) -> dict[int, Gain]:
         times, in_force = self._times[group], self.lengths.index(self._in_force[group])
         tokens, parts = self._expected(group)
-        seconds = times.seconds(parts)
+        seconds = np.maximum(times.seconds(parts), times.plain)
         rates, shares = tokens / seconds, parts / seconds[:, None]
         columns = (one.tolist() for one in (rates / rates[in_force], times.error(shares - shares[in_force]), seconds))
         return {length: Gain(*one) for length, *one in zip(self.lengths, *columns, strict=True)}

@@ -12,25 +12,6 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float64]
 
 
-class Shares(NamedTuple):
-    """How far times may be off, as shares of a time."""
-
-    alike: float  # all of them
-    drafts: float  # those with the most drafts, and those with fewer by as much less
-    own: float  # each by itself
-
-
-_DRAFT = 0.03
-"""Share of an iteration that a draft takes before any has been timed."""
-_AT_FIRST = Shares(1.0, 0.5, 0.1)
-"""After the first iteration."""
-_NEXT_GROUP = Shares(0.1, 0.1, 0.03)
-"""In the next group of decodes, as far as the times differ from this one's."""
-_A_SECOND = Shares(0.03, 0.02, 0.02)
-"""A second later."""
-_CHANGED = Shares(0.6, 0.4, 0.0)
-_CHANGED_OWN = 0.4
-"""After a change, of how far an iteration was off; and of its own number."""
 _JITTER, _LEAST_JITTER, _JITTER_FOLLOWS = (0.03**2, 0.3**2), 1e-6, 0.05
 """Variance of iterations as a share of their time squared: before any is known, at least, and an iteration's weight."""
 _OUTLIER, _STREAK = 3.0, 8
@@ -59,8 +40,28 @@ class Iteration(NamedTuple):
     seconds: float
 
 
-_PREFILLS = Prefills(0.5, 0.5, 1 / 2000)
-"""Shares of an iteration that prefills may take before any have been timed: some, large ones, and each token."""
+class Shares(NamedTuple):
+    """How far times may be off, as shares of the time of an iteration."""
+
+    alike: float  # all plain times
+    drafts: float  # the one with the most drafts, and those with fewer by as much less
+    own: float  # each plain time by itself
+    prefills: float  # what prefills add, as a share of `_PREFILLS`
+
+
+_DRAFT = 0.03
+"""Share of an iteration that a draft takes before any has been timed."""
+_MAY_TAKE = Prefills(0.5, 0.5, 1 / 2000)
+_PREFILLS = np.array([_MAY_TAKE.any, *_MAY_TAKE, *_MAY_TAKE])
+"""Shares of an iteration that prefills may take: of the iteration before, its own, and of the one after it."""
+_AT_FIRST = Shares(1.0, 0.5, 0.1, 1.0)
+"""After the first iteration."""
+_NEXT_GROUP = Shares(0.1, 0.1, 0.03, 0.1)
+"""In the next group of decodes, as far as the times differ from this one's."""
+_A_SECOND = Shares(0.03, 0.02, 0.02, 0.02)
+"""A second later."""
+_CHANGED, _CHANGED_OWN = Shares(0.6, 0.4, 0.0, 0.0), 0.4
+"""After a change, of how far an iteration was off; and its own number's time."""
 _NONE = Prefills()
 _TOKENS = [-4, -1]
 """Places of the times of a prefilled token: of the iteration itself and of the one after it."""
@@ -101,21 +102,21 @@ class Times:
         self._place = {length: place for place, length in enumerate(lengths)}
         self._mean, self._covariance = mean, covariance  # of the plain times by length, and of prefills
         self._numbers = len(lengths)
-        plain, drafts = np.zeros((2, len(mean)))
-        plain[: len(lengths)], drafts[: len(lengths)] = 1.0, np.array(lengths) / lengths[-1]
-        self._modes = np.array([np.outer(plain, plain), np.outer(drafts, drafts), np.diag(plain)])
+        plain, drafts, prefills = np.zeros((3, len(mean)))
+        plain[: self._numbers], drafts[: self._numbers] = 1.0, np.array(lengths) / lengths[-1]
+        prefills[self._numbers :] = _PREFILLS
+        self._modes = np.array([np.outer(plain, plain), np.outer(drafts, drafts), np.diag(plain), np.diag(prefills**2)])
         self._drift = self._spread(_A_SECOND)
         self._jitter = list(_JITTER)  # of iterations without and with prefills
-        self._streaks = dict.fromkeys(lengths, 0.0)  # outliers in a row; negative where they took less than expected
+        self._streaks = dict.fromkeys(lengths, 0)  # outliers in a row; negative where they took less than expected
 
     @classmethod
     def guess(cls, lengths: Sequence[int], iteration: Iteration) -> Times:
         """Expect times from the first iteration."""
-        further = np.array(lengths) - iteration.length
-        prefills = np.array([_PREFILLS.any, *_PREFILLS, *_PREFILLS])
-        mean = np.concatenate([np.maximum(1.0 + _DRAFT * further, _LEFT), prefills / len(prefills)])
-        times = cls(lengths, iteration.seconds * mean, np.diag(np.concatenate([0.0 * further, prefills**2])))
-        times._covariance = iteration.seconds**2 * (times._covariance + times._spread(_AT_FIRST))
+        plain = np.maximum(1.0 + _DRAFT * (np.array(lengths) - iteration.length), _LEFT)
+        mean = np.concatenate([plain, _PREFILLS / len(_PREFILLS)])
+        times = cls(lengths, iteration.seconds * mean, np.zeros((len(mean), len(mean))))
+        times._covariance = iteration.seconds**2 * times._spread(_AT_FIRST)
         return times
 
     def nearby(self, groups: int, further: int) -> Times:
@@ -129,27 +130,27 @@ class Times:
         tokens[: self._numbers] = 1.0 + np.array(lengths := list(self._place))
         # Decodes may cost as much as prefills, or nothing.
         grown = 0.5 * self._mean[_TOKENS].sum() * further * tokens
-        spread = np.outer(grown, grown) + self._level**2 * groups * self._spread(_NEXT_GROUP)
+        spread = np.outer(grown, grown) + self.plain[0] ** 2 * groups * self._spread(_NEXT_GROUP)
         times = Times(lengths, self._mean, self._covariance + spread)
         times._move(grown)
         times._jitter = list(self._jitter)
         return times
 
     @property
-    def _level(self) -> float:
-        """Seconds of an iteration with the fewest drafts."""
-        return float(self._mean[0])
+    def plain(self) -> Vector:
+        """The seconds of iterations without prefills around them, by number of drafts."""
+        return self._mean[: self._numbers]
 
     def _spread(self, shares: Shares) -> Vector:
-        """Return the covariance of plain times that may be off by shares of a second."""
+        """Return the covariance of times that may be off by shares of a second."""
         spread: Vector = np.tensordot(np.square(shares), self._modes, 1)
         return spread
 
     def _move(self, by: Vector) -> None:
         """Add to the estimates; plain times stay positive."""
-        least = _LEFT * self._mean[: self._numbers]
+        least = _LEFT * self.plain
         self._mean = self._mean + by
-        np.maximum(self._mean[: self._numbers], least, out=self._mean[: self._numbers])
+        np.maximum(self.plain, least, out=self.plain)
 
     def parts(self, length: int, before: Prefills = _NONE, own: Prefills = _NONE, after: Prefills = _NONE) -> Vector:
         """Return what an iteration consists of: how often each of the estimated times is in it.
@@ -184,28 +185,32 @@ class Times:
         Returns:
             The seconds that were expected of it, and their standard error.
         """
-        parts = self.parts(iteration.length, before, iteration.prefills, after)
-        level, kind = self._level**2, int(before.any or iteration.prefills.any or after.any)
-        self._covariance += level * iteration.seconds * self._drift
-        expected, unsure = float(parts @ self._mean), max(float(parts @ self._covariance @ parts), 0.0)
-        off, each = iteration.seconds - expected, expected**2
-        noise = self._jitter[kind] * each
+        length, seconds = iteration.length, iteration.seconds
+        parts = self.parts(length, before, iteration.prefills, after)
+        self._covariance += self.plain[0] ** 2 * seconds * self._drift
+        expected, unsure = float(self.seconds(parts)), float(self.error(parts)) ** 2
+        off, scale = seconds - expected, max(expected, self.plain[self._place[length]]) ** 2
+        kind = int(before.any or iteration.prefills.any or after.any)
+        noise = self._jitter[kind] * scale
         most = _OUTLIER**2 * (unsure + noise)
-        found = max(min(off**2, most) - unsure, _LEAST_JITTER * each) / each
+        found = max((min(off**2, most) - unsure) / scale, _LEAST_JITTER)
         self._jitter[kind] += _JITTER_FOLLOWS * noise / (unsure + noise) * (found - self._jitter[kind])
-        streak = self._streaks[iteration.length]
         if off**2 > most:
             noise = off**2 / _OUTLIER**2
-            streak = math.copysign(1.0, off) + (streak if streak * off > 0.0 else 0.0)
+            self._doubt(length, off)
         else:
-            streak = 0.0
-        if abs(streak) >= _STREAK:
-            streak, place = 0.0, self._place[iteration.length]
-            self._covariance += off**2 * self._spread(_CHANGED)
-            self._covariance[place, place] += (_CHANGED_OWN * off) ** 2
-        self._streaks[iteration.length] = streak
+            self._streaks[length] = 0
         spread = self._covariance @ parts
         gain = spread / (float(parts @ spread) + noise)
         self._move(gain * off)
         self._covariance -= gain[:, None] * spread
         return expected, math.sqrt(unsure)
+
+    def _doubt(self, length: int, off: float) -> None:
+        """Count an outlier; so many in a row are a change, after which times may be far off."""
+        streak, side = self._streaks[length], 1 if off > 0 else -1
+        self._streaks[length] = side + (streak if streak * side > 0 else 0)
+        if abs(self._streaks[length]) == _STREAK:
+            self._streaks[length] = 0
+            self._covariance += off**2 * self._spread(_CHANGED)
+            self._covariance[self._place[length], self._place[length]] += (_CHANGED_OWN * off) ** 2
