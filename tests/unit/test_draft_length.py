@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import lzma
 import random
+import statistics
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import pytest
 
@@ -560,6 +563,50 @@ def test_requests_may_come_and_go_between_two_groups() -> None:
         return Engine(lambda now: next(numbers), lambda now: RATES["high"], length)
 
     assert share_of_best_constant(make) > 0.93
+
+
+# A real engine
+
+ITERATIONS = Path(__file__).parents[2] / "benchmarks/results/h100-iterations.csv.xz"
+
+
+class Measured(NamedTuple):
+    """An iteration of an 8B model on an H100, with one to 256 requests in flight."""
+
+    microseconds: int
+    decodes: int
+    length: int
+    prefilled: int
+
+
+@functools.cache
+def measured() -> list[Measured]:
+    with lzma.open(ITERATIONS, "rt") as lines:
+        return [Measured(*map(int, line.split(","))) for line in itertools.islice(lines, 1, None)]
+
+
+def alone() -> dict[tuple[int, int], float]:
+    """Median seconds of the iterations with no prefills and no change around them, by decodes and drafts."""
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for window in zip(*(measured()[first:] for first in range(4)), strict=False):
+        one = window[2]
+        if all((other.decodes, other.length, other.prefilled) == (one.decodes, one.length, 0) for other in window):
+            seconds.setdefault((one.decodes, one.length), []).append(one.microseconds / 1e6)
+    return {kind: statistics.median(those) for kind, those in seconds.items() if len(those) > 20}
+
+
+def test_plain_times_of_a_real_engine_are_found() -> None:
+    """Among prefills, stalls and requests that come and go."""
+    now = 0.0
+    chooser = DraftLength(LENGTHS, CAPTURED, lambda: now)
+    for one in measured():
+        if one.decodes:
+            chooser.choose(one.decodes)
+        now += one.microseconds / 1e6
+        chooser.learn(one.decodes, one.length, one.prefilled, [])
+    found = {(decodes, length): plain_of(chooser._times[group_of(decodes)])[length] for decodes, length in alone()}
+    assert {kind for kind in found if kind[0] in (1, 4, 16)} == set(itertools.product((1, 4, 16), LENGTHS))
+    assert found == pytest.approx(alone(), rel=0.05)
 
 
 # The chooser, iteration by iteration
