@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import pytest
 
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
-from vllm_eagle_mrv2.draft_length.chooser import DraftLength, Trial, group_of, requests_of
+from vllm_eagle_mrv2.draft_length.chooser import DraftLength, Gain, Trial, group_of, requests_of
 from vllm_eagle_mrv2.draft_length.times import Iteration, Prefills, Times, Workload
 from vllm_eagle_mrv2.telemetry import counters
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
@@ -246,7 +246,7 @@ def test_a_stall_does_not_count_and_a_change_does() -> None:
 
 def test_outliers_on_both_sides_are_no_change() -> None:
     times, changed = times_of(PLAIN), times_of(PLAIN)
-    for number in range(12):
+    for number in range(24):
         learn(times, 3, 0.002 if number % 4 == 3 else 0.05)
         learn(changed, 3, 0.05)
     assert plain_of(times)[3] < 0.02 < 0.03 < plain_of(changed)[3]
@@ -297,7 +297,8 @@ def test_no_time_becomes_negative() -> None:
 def test_more_decodes_take_up_to_their_tokens() -> None:
     times = learned(True, 0.5)
     before, after = plain_of(times), plain_of(times.nearby(2, 100))
-    assert error_of(times, 3) < error_of(times.nearby(2, 100), 3) < error_of(times.nearby(4, 300), 3)
+    errors = [error_of(times.nearby(*other), 3) for other in ((0, 0), (2, 0), (2, 100), (4, 300))]
+    assert error_of(times, 3) == errors[0] < errors[1] < errors[2] < errors[3]
     for length in LENGTHS:
         assert after[length] - before[length] == pytest.approx(0.5 * PER_TOKEN * 100 * (1 + length), rel=0.1)
     assert min(plain_of(times.nearby(8, -10000)).values()) > 0
@@ -707,6 +708,17 @@ def test_tokens_start_requests_whose_prefills_take_time() -> None:
     assert rates(steps.chooser, 16)[1] == pytest.approx(16 * 2 / (0.011 + 0.02 / 8), rel=0.05)
 
 
+def test_prefills_beyond_the_cuda_graphs_take_longer() -> None:
+    """By a step, and then no more."""
+    steps, rng = Steps(), random.Random(5)
+    for _ in range(300):
+        prefilled = rng.choice([0, 100, 300, 440, 460, 1000, 3000])
+        steps.step(16, 3, 0.02 if 16 * 4 + prefilled > CAPTURED else 0.014 if prefilled else 0.01, prefilled)
+    times = steps.chooser._times[group_of(16)]
+    found = [times.seconds(times.parts(3, own=prefills_of(tokens))) for tokens in (0, 100, 440, 460, 3000)]
+    assert found == pytest.approx([0.01, 0.014, 0.014, 0.02, 0.02], rel=0.05)
+
+
 def known_to(chooser: DraftLength) -> tuple[float, list[float]]:
     """What a chooser knows of 16 requests and of one."""
     return chooser.acceptance.tokens(5), [rate for requests in (16, 1) for rate in rates(chooser, requests).values()]
@@ -861,6 +873,23 @@ def test_the_first_number_in_force_is_no_trial() -> None:
     steps.step(16, 3)
     assert steps.chooser._trial is None
     assert steps.chooser.choose(16) == 3
+
+
+def test_what_a_trial_loses_is_charged() -> None:
+    steps, trial = in_trial()
+    before = steps.chooser._may_lose
+    while steps.chooser._trial is trial:
+        steps.step(16, trial.length, 0.05)
+    assert before - steps.chooser._may_lose == pytest.approx(0.04 * 6, abs=0.05)
+
+
+@pytest.mark.parametrize(("may_lose", "tried"), [(-1.0, None), (0.005, None), (0.5, 2)])
+def test_a_trial_waits_for_the_time_that_it_may_lose(may_lose: float, tried: int | None) -> None:
+    """Six iterations that lose a tenth."""
+    steps = Steps()
+    steps.chooser._may_lose = may_lose
+    steps.chooser._begin_trial(8, {0: Gain(0.5, 0.1, 0.01), 1: Gain(1.0, 0.0, 0.01), 2: Gain(0.9, 0.5, 0.01)})
+    assert (steps.chooser._trial and steps.chooser._trial.length) == tried
 
 
 def test_a_bad_number_is_seldom_tried_again() -> None:
