@@ -726,8 +726,8 @@ def known_to(chooser: DraftLength) -> tuple[float, list[float]]:
 
 @pytest.mark.parametrize(
     ("decodes", "length", "seconds"),
-    [(16, 1, 2.5), (16, 4, 0.5), (0, 1, 0.5)],
-    ids=["no iteration", "a number that is not among those to choose from", "prefills only"],
+    [(16, 1, 2.5), (16, 1, 0.0), (16, 4, 0.5), (0, 1, 0.5)],
+    ids=["no iteration", "no time", "a number that is not among those to choose from", "prefills only"],
 )
 def test_what_teaches_nothing(decodes: int, length: int, seconds: float) -> None:
     steps = Steps()
