@@ -719,6 +719,17 @@ def test_prefills_beyond_the_cuda_graphs_take_longer() -> None:
     assert found == pytest.approx([0.01, 0.014, 0.014, 0.02, 0.02], rel=0.05)
 
 
+def test_prefills_are_expected_to_take_time() -> None:
+    """However unsure it is still what they add."""
+    steps = Steps()
+    steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
+    steps.step(16, 1, 0.011, prefilled=400)
+    times = steps.chooser._times[group_of(16)]
+    times._mean[len(LENGTHS) :] = -10.0
+    gains = steps.chooser._gains(group_of(16))
+    assert {length: gain.seconds for length, gain in gains.items()} == plain_of(times)
+
+
 def known_to(chooser: DraftLength) -> tuple[float, list[float]]:
     """What a chooser knows of 16 requests and of one."""
     return chooser.acceptance.tokens(5), [rate for requests in (16, 1) for rate in rates(chooser, requests).values()]
