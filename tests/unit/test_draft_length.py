@@ -596,10 +596,10 @@ def alone() -> dict[tuple[int, int], float]:
     return {kind: statistics.median(those) for kind, those in seconds.items() if len(those) > 20}
 
 
-def test_plain_times_of_a_real_engine_are_found() -> None:
-    """Among prefills, stalls and requests that come and go."""
-    now = 0.0
-    chooser = DraftLength(LENGTHS, CAPTURED, lambda: now)
+def test_times_of_a_real_engine_are_found() -> None:
+    """Plain ones among prefills, stalls and requests that come and go; and what prefills add."""
+    now, counter = 0.0, DraftCounter()
+    chooser = DraftLength(LENGTHS, CAPTURED, lambda: now, counter)
     for one in measured():
         if one.decodes:
             chooser.choose(one.decodes)
@@ -608,6 +608,9 @@ def test_plain_times_of_a_real_engine_are_found() -> None:
     found = {(decodes, length): plain_of(chooser._times[group_of(decodes)])[length] for decodes, length in alone()}
     assert {kind for kind in found if kind[0] in (1, 4, 16)} == set(itertools.product((1, 4, 16), LENGTHS))
     assert found == pytest.approx(alone(), rel=0.05)
+    came, expected = (counter.slots[slot] / 1e6 for slot in (counters.MICROSECONDS, counters.EXPECTED_MICROSECONDS))
+    assert came > 0.95 * now
+    assert expected == pytest.approx(came, rel=0.05)
 
 
 # The chooser, iteration by iteration
