@@ -43,7 +43,7 @@ _UNSURE = 0.5
 _HOPE = 0.7
 """... and one is tried that would, were they faster by so many, ..."""
 _LEAST = 0.1
-"""... but no more than so much faster."""
+"""... but not below this share of their time."""
 _EVERY = 7
 """Iterations between two comparisons."""
 _BETWEEN_S = 0.02

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 Vector = npt.NDArray[np.float64]
-
 
 _JITTER, _LEAST_JITTER, _JITTER_FOLLOWS = (0.03**2, 0.3**2), 1e-6, 0.05
 """Variance of iterations as a share of their time squared: before any is known, at least, and an iteration's weight."""
@@ -21,6 +19,7 @@ _LEFT = 0.1
 _WORKLOAD_FOLLOWS = 0.01
 """Weight of an iteration in what is known of prefills."""
 _SHARE_AT_MOST = 0.98
+"""Share of iterations with prefills that still tells how many more there would be."""
 
 
 class Prefills(NamedTuple):
@@ -188,8 +187,8 @@ class Times:
         length, seconds = iteration.length, iteration.seconds
         parts = self.parts(length, before, iteration.prefills, after)
         self._covariance += self.plain[0] ** 2 * seconds * self._drift
-        expected, unsure = float(self.seconds(parts)), float(self.error(parts)) ** 2
-        off, scale = seconds - expected, max(expected, self.plain[self._place[length]]) ** 2
+        expected, error = float(self.seconds(parts)), float(self.error(parts))
+        off, unsure, scale = seconds - expected, error**2, max(expected, self.plain[self._place[length]]) ** 2
         kind = int(before.any or iteration.prefills.any or after.any)
         noise = self._jitter[kind] * scale
         most = _OUTLIER**2 * (unsure + noise)
@@ -204,7 +203,7 @@ class Times:
         gain = spread / (float(parts @ spread) + noise)
         self._move(gain * off)
         self._covariance -= gain[:, None] * spread
-        return expected, math.sqrt(unsure)
+        return expected, error
 
     def _doubt(self, length: int, off: float) -> None:
         """Count an outlier; so many in a row are a change, after which times may be far off."""
