@@ -40,9 +40,9 @@ ACCEPTED = {
     "low": [0.45, 0.20, 0.08, 0.03, 0.01],
 }
 """Share of drafts accepted up to each position."""
-ROUNDS = {1: 2, 4: 5, 16: 6, 64: 4, 128: 3}
-"""By requests in flight: some seconds in all; 2 for others."""
-TRAFFIC = Traffic(output_tokens=(64, 256))
+ROUNDS = {1: (3, 4), 4: (4, 8), 16: (4, 16), 64: (3, 64), 128: (2, 96), 256: (2, 128)}
+"""By requests in flight: rounds, and requests of a round that count."""
+OUTPUT_TOKENS = (64, 256)
 """Requests of one length would fall in step, and rounds differ by how many of their prefills share an iteration."""
 
 
@@ -76,7 +76,9 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
     for kind in options.accepted:
         ask(engines, [Phase(concurrency=0, seconds=0.0, acceptance=ACCEPTED[kind])])
         for concurrency in options.concurrency:
-            row = measure(engines, concurrency, TRAFFIC, options.rounds or ROUNDS.get(concurrency, 2))
+            rounds, requests = ROUNDS.get(concurrency, (2, None))
+            traffic = Traffic(output_tokens=OUTPUT_TOKENS, requests=requests)
+            row = measure(engines, concurrency, traffic, options.rounds or rounds)
             yield {
                 "accepted": kind,
                 "concurrency": concurrency,

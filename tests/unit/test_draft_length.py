@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import lzma
@@ -13,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import pytest
 
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength, Gain, Trial, group_of, requests_of
-from vllm_eagle_mrv2.draft_length.times import Iteration, Prefills, Times, Workload
+from vllm_eagle_mrv2.draft_length.times import Extra, Iteration, Times, Workload
 from vllm_eagle_mrv2.telemetry import counters
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
@@ -121,12 +123,12 @@ def test_a_request_that_stays_of_many_soon_tells_its_share() -> None:
 PLAIN = {0: 0.0075, 1: 0.0080, 2: 0.0084, 3: 0.0100, 5: 0.0140}
 SOME, LARGE, PER_TOKEN = 0.010, 0.008, 1e-5
 CAPTURED = 512
-NONE = Prefills()
+NONE = Extra()
 
 
-def prefills_of(tokens: int, length: int = 3) -> Prefills:
+def prefills_of(tokens: int, length: int = 3) -> Extra:
     """Prefills beside 16 decodes."""
-    return Prefills(1, 16 * (1 + length) + tokens > CAPTURED, tokens) if tokens else NONE
+    return Extra(1, 16 * (1 + length) + tokens > CAPTURED, tokens) if tokens else NONE
 
 
 def learn(times: Times, length: int, seconds: float) -> None:
@@ -153,15 +155,15 @@ def error_of(times: Times, length: int, than: int | None = None) -> float:
     return float(times.error(parts if than is None else parts - times.parts(than)))
 
 
-def seconds_of(length: int, before: Prefills, own: Prefills, after: Prefills, asynchronous: bool) -> float:
+def seconds_of(length: int, before: Extra, own: Extra, after: Extra, asynchronous: bool) -> float:
     """What an iteration takes, given the prefills around it.
 
     If the engine is asynchronous, the iteration before prefills waits for their launch, and the one after them makes up
     for some of that.
     """
     found = after if asynchronous else own
-    made_up = 0.3 * SOME * before.any if asynchronous else 0.0
-    return PLAIN[length] + SOME * found.any + LARGE * found.large + PER_TOKEN * found.tokens - made_up
+    made_up = 0.3 * SOME * before.prefills if asynchronous else 0.0
+    return PLAIN[length] + SOME * found.prefills + LARGE * found.large + PER_TOKEN * found.tokens - made_up
 
 
 def learned(asynchronous: bool, every: float, noise: float = 0.01, iterations: int = 3000) -> Times:
@@ -307,23 +309,43 @@ def test_more_decodes_take_up_to_their_tokens() -> None:
 # Prefills
 
 
+def extras(workload: Workload, made: list[float], free: list[int]) -> list[tuple[float, float, float]]:
+    return [tuple(one) for one in workload.extra(np.array(made), np.array(free)).tolist()]
+
+
 @pytest.mark.parametrize("every", [1, 4, 16])
 def test_prefills_come_with_tokens(every: int) -> None:
     """Whoever makes more tokens starts more requests, in the same iteration or in further ones."""
     workload, rng = Workload(), random.Random(3)
     for _ in range(4000):
-        workload.add(10.0, prefills_of(1000 if rng.random() < 1 / every else 0))
+        workload.add(10.0, 1000 if rng.random() < 1 / every else 0)
     share = min(1 / every, 0.98)
-    assert workload.prefills(10.0) == pytest.approx((share, share, 1000 / every), rel=0.3)
+    once, twice = extras(workload, [10.0, 20.0], [500, 500])
+    assert once == pytest.approx((share, share, 1000 / every), rel=0.3)
     share = 1 - (1 - share) ** 2
-    assert workload.prefills(20.0) == pytest.approx((share, share, 2000 / every), rel=0.3)
+    assert twice == pytest.approx((share, share, 2000 / every), rel=0.3)
+
+
+def test_an_iteration_is_large_with_more_tokens_than_it_has_room_for() -> None:
+    workload = Workload()
+    for number in range(1000):
+        workload.add(10.0, (0, 0, 100, 300)[number % 4])
+    large = [one[1] for one in extras(workload, [10.0] * 6, [400, 300, 299, 99, 0, -1])]
+    assert large == pytest.approx([0, 0, 0.25, 0.5, 0.5, 1])
 
 
 def test_without_prefills_none_are_expected() -> None:
     workload = Workload()
-    assert workload.prefills(5.0) == NONE
-    workload.add(10.0, NONE)
-    assert workload.prefills(5.0) == NONE
+    for _ in range(2):
+        assert extras(workload, [5.0, 5.0], [0, -1]) == [(0, 0, 0), (0, 1, 0)]
+        workload.add(10.0, 0)
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    workload = Workload()
+    for prefilled in [500] * 200 + [0] * 200:
+        workload.add(10.0, prefilled)
+    assert extras(workload, [10.0], [0]) == [(0, 0, 0)]
 
 
 # Groups
@@ -348,9 +370,13 @@ RATES = {
     "high": (0.85, 0.75, 0.65, 0.55, 0.45),
     "middle": (0.70, 0.50, 0.35, 0.25, 0.17),
     "low": (0.45, 0.20, 0.08, 0.03, 0.01),
+    "hardly any": (0.10, 0.02, 0.01, 0.0, 0.0),
 }
 """Share of requests of which so many drafts are accepted."""
-PROMPT_PER_TOKEN = 576 / 160
+OUTPUT_TOKENS, MOST_TOKENS = 160, 8192
+"""Of a request, and of an iteration."""
+ALIKE = 100
+"""Iterations of which one is drawn."""
 
 
 class Chooser(Protocol):
@@ -375,198 +401,6 @@ class Constant:
     ) -> None:
         pass
 
-
-def iteration_seconds(decodes: int, drafts: int, prefilled: int) -> float:
-    """Of a target of 8B parameters on a large GPU and its head, without noise."""
-    tokens = decodes * (1 + drafts) + prefilled
-    target = max(5e-3, 21e-6 * tokens) + 6e-4 + 12e-6 * decodes
-    if not drafts:
-        return target + 6e-5 + 3e-7 * tokens
-    return target + max(3e-4, 1.1e-6 * tokens) + (drafts - 1) * (2.5e-4 + 1.5e-6 * decodes) + 1e-4
-
-
-@dataclass
-class Engine:
-    """An engine that always has as many requests as ``load`` says; its clock is its own.
-
-    Args:
-        load: requests by the time.
-        rates: share of requests of which so many drafts are accepted, by the time.
-        length: the number of drafts; None has it chosen.
-        prompts: tokens of the shortest and the longest prompt.
-    """
-
-    load: Callable[[float], int]
-    rates: Callable[[float], tuple[float, ...]]
-    length: int | None = None
-    seed: int = 0
-    prompts: tuple[int, int] = (128, 1024)
-    now: float = 0.0
-    made: list[tuple[float, int]] = field(default_factory=list)  # when, tokens
-    verified: list[int] = field(default_factory=list)  # of each iteration
-
-    def __post_init__(self) -> None:
-        self._rng = random.Random(self.seed)
-        self._chooser: Chooser = (
-            DraftLength(LENGTHS, CAPTURED, lambda: self.now) if self.length is None else Constant(self.length)
-        )
-        self._drafts = self._chooser.choose(self.load(0.0))
-        self._waiting = 0.0
-
-    def run(self, until: float) -> Engine:
-        while self.now < until:
-            self._iterate()
-        return self
-
-    def speed(self, begin: float, end: float) -> float:
-        """Tokens a second."""
-        return sum(tokens for when, tokens in self.made if begin <= when < end) / (end - begin)
-
-    def _iterate(self) -> None:
-        requests, rates, verified = self.load(self.now), self.rates(self.now), self._drafts
-        self._drafts = self._chooser.choose(requests)
-        outcomes = Counter((verified, self._accepted(rates, verified)) for _ in range(requests))
-        made = sum((1 + kept) * number for (_, kept), number in outcomes.items())
-        prefilled = self._prefill(made)
-        hiccup = 0.5 * (self._rng.random() < 0.01)
-        switch = 3e-4 * (self._drafts != verified)
-        noise = 1 + self._rng.gauss(0, 0.03) + hiccup
-        self.now += iteration_seconds(requests, verified, prefilled) * noise + switch
-        self._chooser.learn(requests, verified, prefilled, outcomes.items())
-        self.made.append((self.now, made))
-        self.verified.append(verified)
-
-    def _accepted(self, rates: tuple[float, ...], drafts: int) -> int:
-        drawn = self._rng.random()
-        return sum(drawn < rate for rate in rates[:drafts])
-
-    def _prefill(self, made: int) -> int:
-        """Return the tokens of the requests that follow those that ended."""
-        self._waiting += made * PROMPT_PER_TOKEN
-        prefilled = 0
-        while self._waiting > 0:
-            prompt = self._rng.randint(*self.prompts)
-            if prefilled + prompt > 8192:
-                break
-            prefilled += prompt
-            self._waiting -= prompt
-        return prefilled
-
-
-@functools.cache
-def constant_speeds(requests: int, kind: str) -> dict[int, float]:
-    """Tokens a second by constant number of drafts."""
-    engines = {k: Engine(lambda now: requests, lambda now: RATES[kind], k, seed=1).run(12.0) for k in LENGTHS}
-    return {length: engine.speed(0.5, 12.0) for length, engine in engines.items()}
-
-
-def share_of_best(engine: Engine, begin: float, end: float, requests: int, kind: str) -> float:
-    return engine.speed(begin, end) / max(constant_speeds(requests, kind).values())
-
-
-def engine_of(load: Callable[[float], int], kind: Callable[[float], str], seed: int = 0) -> Engine:
-    return Engine(load, lambda now: RATES[kind(now)], seed=seed)
-
-
-@pytest.mark.parametrize("requests", [1, 16, 64, 256])
-@pytest.mark.parametrize("kind", RATES)
-def test_nearly_as_fast_as_the_best_number(kind: str, requests: int) -> None:
-    engine = engine_of(lambda now: requests, lambda now: kind).run(25.0)
-    assert share_of_best(engine, 10.0, 25.0, requests, kind) > 0.93
-    no_drafts = constant_speeds(requests, kind)[0]
-    assert engine.speed(1.0, 10.0) > 0.93 * no_drafts
-    assert engine.speed(10.0, 25.0) > 0.93 * no_drafts
-
-
-def steps_of_load(kind: str) -> list[float]:
-    """Shares of the best number, from five seconds after each step."""
-    engine = engine_of(lambda now: 256 if 10 <= now < 22 else 8, lambda now: kind).run(34.0)
-    return [share_of_best(engine, end - 7, end, requests, kind) for end, requests in ((10, 8), (22, 256), (34, 8))]
-
-
-def steps_of_acceptance() -> list[float]:
-    engine = engine_of(lambda now: 8, lambda now: "high" if 10 <= now < 22 else "low").run(34.0)
-    return [share_of_best(engine, end - 7, end, 8, kind) for end, kind in ((10, "low"), (22, "high"), (34, "low"))]
-
-
-@pytest.mark.parametrize("kind", RATES)
-def test_the_load_may_change(kind: str) -> None:
-    assert min(steps_of_load(kind)) > 0.92
-
-
-def test_what_is_accepted_may_change() -> None:
-    assert min(steps_of_acceptance()) > 0.92
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_an_easier_text_soon_has_drafts_that_the_one_before_did_not_deserve(seed: int) -> None:
-    engine = engine_of(lambda now: 16, lambda now: "low" if now < 15 else "high", seed).run(18.0)
-    assert share_of_best(engine, 16.0, 18.0, 16, "high") > 0.95
-
-
-def never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no number tried, and none come into force."""
-    monkeypatch.setattr(DraftLength, "_compare", lambda self, group, gains: False)
-    monkeypatch.setattr(DraftLength, "_begin_trial", lambda self, group, gains: None)
-
-
-@pytest.mark.parametrize(("kind", "requests"), [("high", 1), ("high", 16), ("low", 256)])
-def test_these_limits_tell_a_number_that_never_changes(
-    kind: str, requests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    never_changes(monkeypatch)
-    engine = engine_of(lambda now: requests, lambda now: kind).run(25.0)
-    assert share_of_best(engine, 10.0, 25.0, requests, kind) < 0.93
-
-
-@pytest.mark.parametrize("steps", [lambda: steps_of_load("high"), lambda: steps_of_load("low"), steps_of_acceptance])
-def test_the_steps_tell_a_number_that_never_changes(
-    steps: Callable[[], list[float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    never_changes(monkeypatch)
-    assert min(steps()) < 0.92
-
-
-@pytest.mark.parametrize(("kind", "requests"), [("high", 16), ("middle", 64)])
-def test_little_is_lost_once_it_has_settled(kind: str, requests: int) -> None:
-    """Where one number is best by far, and where others come close."""
-    engine = engine_of(lambda now: requests, lambda now: kind).run(40.0)
-    lost, total = 0.0, 0.0
-    speeds = constant_speeds(requests, kind)
-    for ((before, _), (after, _)), length in zip(itertools.pairwise(engine.made), engine.verified[1:], strict=True):
-        if before > 10:
-            lost += (after - before) * (1 - speeds[length] / max(speeds.values()))
-            total += after - before
-    assert lost < 0.015 * total
-
-
-def share_of_best_constant(make: Callable[[int | None], Engine]) -> float:
-    """Share of the best number, of engines that ``make`` makes for each number and for none."""
-    chosen, *constant = [make(length).run(25.0).speed(10.0, 25.0) for length in (None, *LENGTHS)]
-    return chosen / max(constant)
-
-
-@pytest.mark.parametrize(("kind", "requests", "seed"), [("high", 16, 3), ("low", 64, 2)])
-def test_prompts_may_be_of_one_length(kind: str, requests: int, seed: int) -> None:
-    """As in most benchmarks."""
-
-    def make(length: int | None) -> Engine:
-        return Engine(lambda now: requests, lambda now: RATES[kind], length, seed, prompts=(512, 512))
-
-    assert share_of_best_constant(make) > 0.93
-
-
-def test_requests_may_come_and_go_between_two_groups() -> None:
-    assert group_of(13) != group_of(14)
-
-    def make(length: int | None) -> Engine:
-        numbers = itertools.cycle([13, 13, 13, 13, 14, 14, 14, 14])
-        return Engine(lambda now: next(numbers), lambda now: RATES["high"], length)
-
-    assert share_of_best_constant(make) > 0.93
-
-
-# A real engine
 
 ITERATIONS = Path(__file__).parents[2] / "benchmarks/results/h100-iterations.csv.xz"
 
@@ -594,6 +428,251 @@ def alone() -> dict[tuple[int, int], float]:
         if all((other.decodes, other.length, other.prefilled) == (one.decodes, one.length, 0) for other in window):
             seconds.setdefault((one.decodes, one.length), []).append(one.microseconds / 1e6)
     return {kind: statistics.median(those) for kind, those in seconds.items() if len(those) > 20}
+
+
+PLAIN_MS = {
+    1: (6.57, 6.87, 7.16, 7.44, 8.03),
+    4: (6.72, 7.07, 7.41, 7.76, 8.35),
+    16: (7.38, 7.74, 8.19, 8.51, 9.39),
+    64: (8.87, 9.66, 10.8, 11.6, 14.9),
+    128: (11.1, 12.8, 16.1, 18.7, 37.0),
+}
+"""Medians of `measured` without prefills around them, by requests, for each of `LENGTHS`."""
+
+
+@functools.cache
+def plain_seconds(requests: int, length: int) -> float:
+    """Of an iteration without prefills around it."""
+    milliseconds = [of[LENGTHS.index(length)] for of in PLAIN_MS.values()]
+    return 1e-3 * float(np.interp(np.log(requests), np.log(list(PLAIN_MS)), milliseconds))
+
+
+Around = tuple[bool, bool, bool, bool]
+"""Whether no CUDA graph holds the decodes; and whether the iteration before, their own and the one after prefill."""
+
+
+@functools.cache
+def longer() -> dict[Around, list[tuple[int, float]]]:
+    """Seconds that iterations took beyond the plain time, with the tokens of the iteration after each, ascending."""
+    found: dict[Around, list[tuple[int, float]]] = {}
+    for before, own, after in zip(measured(), measured()[1:], measured()[2:], strict=False):
+        large = own.decodes * (1 + own.length) > CAPTURED
+        known = 112 < own.decodes <= 128 if large else 0 < own.decodes <= 64  # no plain time of others is measured
+        if known and own.length == before.length and own.length in LENGTHS:
+            around = (large, bool(before.prefilled), bool(own.prefilled), bool(after.prefilled))
+            seconds = own.microseconds / 1e6 - plain_seconds(own.decodes, own.length)
+            found.setdefault(around, []).append((after.decodes * (1 + after.length) + after.prefilled, seconds))
+    return {around: sorted(those) for around, those in found.items()}
+
+
+@dataclass
+class Engine:
+    """An engine that always has as many requests as ``load`` says; its clock is its own.
+
+    Its iterations take the plain time of their requests and drafts, and as much longer as a measured one with prefills
+    in the same places and similarly many tokens after it, drawn at random.
+
+    Args:
+        load: requests by the time.
+        rates: share of requests of which so many drafts are accepted, by the time.
+        length: the number of drafts; None has it chosen.
+        prompts: tokens of the shortest and the longest prompt.
+    """
+
+    load: Callable[[float], int]
+    rates: Callable[[float], tuple[float, ...]]
+    length: int | None = None
+    seed: int = 0
+    prompts: tuple[int, int] = (128, 1024)
+    now: float = 0.0
+    made: list[tuple[float, int]] = field(default_factory=list)  # when, tokens
+    verified: list[int] = field(default_factory=list)  # of each iteration
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._chooser: Chooser = (
+            DraftLength(LENGTHS, CAPTURED, lambda: self.now) if self.length is None else Constant(self.length)
+        )
+        self._drafts = self._chooser.choose(self.load(0.0))
+        self._waiting: list[int] = []  # tokens of prompts
+        self._prefilled = [0, 0]  # tokens of the iteration before and of the coming one
+
+    def run(self, until: float) -> Engine:
+        while self.now < until:
+            self._iterate()
+        return self
+
+    def speed(self, begin: float, end: float) -> float:
+        """Tokens a second."""
+        return sum(tokens for when, tokens in self.made if begin <= when < end) / (end - begin)
+
+    def _iterate(self) -> None:
+        requests, rates, verified = self.load(self.now), self.rates(self.now), self._drafts
+        self._drafts = self._chooser.choose(requests)
+        outcomes = Counter((verified, self._accepted(rates, verified)) for _ in range(requests))
+        made = sum((1 + kept) * number for (_, kept), number in outcomes.items())
+        following = self._prefill(requests, made)
+        self._prefilled.append(following)
+        switch = 3e-4 * (self._drafts != verified)
+        self.now += self._seconds(requests, verified, requests * (1 + self._drafts) + following) + switch
+        self._chooser.learn(requests, verified, self._prefilled[1], outcomes.items())
+        del self._prefilled[0]
+        self.made.append((self.now, made))
+        self.verified.append(verified)
+
+    def _seconds(self, requests: int, verified: int, tokens: int) -> float:
+        """Return what an iteration takes before one of so many tokens."""
+        before, own, after = map(bool, self._prefilled)
+        alike = longer()[requests * (1 + verified) > CAPTURED, before, own, after]
+        if after:
+            first = bisect.bisect(alike, (tokens,)) - ALIKE // 2
+            first = max(min(first, len(alike) - ALIKE), 0)
+            alike = alike[first : first + ALIKE]
+        _, seconds = self._rng.choice(alike)
+        plain = plain_seconds(requests, verified)
+        return max(plain + seconds, 0.5 * plain)
+
+    def _accepted(self, rates: tuple[float, ...], drafts: int) -> int:
+        drawn = self._rng.random()
+        return sum(drawn < rate for rate in rates[:drafts])
+
+    def _prefill(self, requests: int, made: int) -> int:
+        """Return the tokens of the requests that follow those that end."""
+        ended = sum(self._rng.random() < made / requests / OUTPUT_TOKENS for _ in range(requests))
+        self._waiting += [self._rng.randint(*self.prompts) for _ in range(ended)]
+        prefilled = 0
+        while self._waiting and prefilled + self._waiting[0] <= MOST_TOKENS:
+            prefilled += self._waiting.pop(0)
+        return prefilled
+
+
+@functools.cache
+def constant_speeds(requests: int, kind: str) -> dict[int, float]:
+    """Tokens a second by constant number of drafts."""
+    engines = {k: Engine(lambda now: requests, lambda now: RATES[kind], k, seed=1).run(60.0) for k in LENGTHS}
+    return {length: engine.speed(1.0, 60.0) for length, engine in engines.items()}
+
+
+def share_of_best(engine: Engine, begin: float, end: float, requests: int, kind: str) -> float:
+    return share_of_best_of(constant_speeds(requests, kind), engine, begin, end)
+
+
+def share_of_best_of(speeds: dict[int, float], engine: Engine, begin: float, end: float) -> float:
+    """What the numbers that it drafted make, each as long as it was drafted, as a share of what the best one makes.
+
+    That does not depend on how many prefills there happen to be.
+    """
+    made = seconds = 0.0
+    for ((before, _), (after, _)), length in zip(itertools.pairwise(engine.made), engine.verified[1:], strict=True):
+        if begin <= before < end:
+            made += (after - before) * speeds[length]
+            seconds += after - before
+    return made / seconds / max(speeds.values())
+
+
+def engine_of(load: Callable[[float], int], kind: Callable[[float], str], seed: int = 0) -> Engine:
+    return Engine(load, lambda now: RATES[kind(now)], seed=seed)
+
+
+@pytest.mark.parametrize("requests", [1, 4, 16, 64, 128])
+@pytest.mark.parametrize("kind", RATES)
+def test_nearly_as_fast_as_the_best_number(kind: str, requests: int) -> None:
+    engine = engine_of(lambda now: requests, lambda now: kind).run(25.0)
+    assert share_of_best(engine, 10.0, 25.0, requests, kind) > 0.94
+    assert share_of_best(engine, 1.0, 10.0, requests, kind) > 0.9
+
+
+def test_nothing_is_drafted_where_hardly_any_is_accepted() -> None:
+    """Of many requests."""
+    speeds = constant_speeds(128, "hardly any")
+    assert max(speeds, key=lambda one: speeds[one]) == 0
+    engine = engine_of(lambda now: 128, lambda now: "hardly any").run(20.0)
+    assert Counter(engine.verified[-200:])[0] > 180
+
+
+def steps_of_load(kind: str) -> list[float]:
+    """Shares of the best number, from five seconds after each step."""
+    engine = engine_of(lambda now: 128 if 10 <= now < 22 else 8, lambda now: kind).run(34.0)
+    return [share_of_best(engine, end - 7, end, requests, kind) for end, requests in ((10, 8), (22, 128), (34, 8))]
+
+
+def steps_of_acceptance() -> list[float]:
+    engine = engine_of(lambda now: 8, lambda now: "high" if 10 <= now < 22 else "low").run(34.0)
+    return [share_of_best(engine, end - 7, end, 8, kind) for end, kind in ((10, "low"), (22, "high"), (34, "low"))]
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_the_load_may_change(kind: str) -> None:
+    assert min(steps_of_load(kind)) > 0.97
+
+
+def test_what_is_accepted_may_change() -> None:
+    assert min(steps_of_acceptance()) > 0.97
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_easier_text_soon_has_drafts_that_the_one_before_did_not_deserve(seed: int) -> None:
+    engine = engine_of(lambda now: 16, lambda now: "low" if now < 15 else "high", seed).run(18.0)
+    assert share_of_best(engine, 16.0, 18.0, 16, "high") > 0.97
+
+
+def never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no number tried, and none come into force."""
+    monkeypatch.setattr(DraftLength, "_compare", lambda self, group, gains: False)
+    monkeypatch.setattr(DraftLength, "_begin_trial", lambda self, group, gains: None)
+
+
+@pytest.mark.parametrize(("kind", "requests"), [("high", 1), ("high", 4), ("hardly any", 128)])
+def test_these_limits_tell_a_number_that_never_changes(
+    kind: str, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_changes(monkeypatch)
+    engine = engine_of(lambda now: requests, lambda now: kind).run(25.0)
+    assert share_of_best(engine, 10.0, 25.0, requests, kind) < 0.9
+
+
+@pytest.mark.parametrize("steps", [lambda: steps_of_load("high"), lambda: steps_of_load("low"), steps_of_acceptance])
+def test_the_steps_tell_a_number_that_never_changes(
+    steps: Callable[[], list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_changes(monkeypatch)
+    assert min(steps()) < 0.95
+
+
+@pytest.mark.parametrize(("kind", "requests"), [("high", 16), ("middle", 64)])
+def test_little_is_lost_once_it_has_settled(kind: str, requests: int) -> None:
+    """Where one number is best by far, and where others come close."""
+    engine = engine_of(lambda now: requests, lambda now: kind).run(40.0)
+    assert share_of_best(engine, 10.0, 40.0, requests, kind) > 0.985
+
+
+def share_of_best_constant(make: Callable[[int | None], Engine]) -> float:
+    """Share of the best number, of engines that ``make`` makes for each number and for none."""
+    speeds = {length: make(length).run(60.0).speed(1.0, 60.0) for length in LENGTHS}
+    return share_of_best_of(speeds, make(None).run(25.0), 10.0, 25.0)
+
+
+@pytest.mark.parametrize(("kind", "requests", "seed"), [("high", 16, 3), ("low", 64, 2)])
+def test_prompts_may_be_of_one_length(kind: str, requests: int, seed: int) -> None:
+    """As in most benchmarks."""
+
+    def make(length: int | None) -> Engine:
+        return Engine(lambda now: requests, lambda now: RATES[kind], length, seed, prompts=(512, 512))
+
+    assert share_of_best_constant(make) > 0.97
+
+
+def test_requests_may_come_and_go_between_two_groups() -> None:
+    assert group_of(13) != group_of(14)
+
+    def make(length: int | None) -> Engine:
+        numbers = itertools.cycle([13, 13, 13, 13, 14, 14, 14, 14])
+        return Engine(lambda now: next(numbers), lambda now: RATES["high"], length)
+
+    assert share_of_best_constant(make) > 0.97
+
+
+# A real engine's iterations
 
 
 def test_times_of_a_real_engine_are_found() -> None:

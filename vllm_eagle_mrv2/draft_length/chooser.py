@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
-from vllm_eagle_mrv2.draft_length.times import Iteration, Prefills, Times, Vector, Workload
+from vllm_eagle_mrv2.draft_length.times import Extra, Iteration, Times, Vector, Workload
 from vllm_eagle_mrv2.telemetry import counters
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
@@ -120,8 +120,8 @@ class DraftLength:
         self._in_force: dict[int, int] = {}  # by group
         self._times: dict[int, Times] = {}
         self._workload = Workload()
-        self._prefills = Prefills()  # of the iteration before
-        self._waits: tuple[Iteration, Prefills] | None = None  # that iteration, and the prefills of the one before it
+        self._extra = Extra()  # of the iteration before
+        self._waits: tuple[Iteration, Extra] | None = None  # that iteration, and what the one before it had
         self._trial: Trial | None = None
         self._may_lose = _SAVED_S
         self._scheduled = self._last = clock()  # when an iteration was scheduled, and when the tokens of one arrived
@@ -168,21 +168,20 @@ class DraftLength:
         now = self._clock()
         seconds = now - max(self._last, self._scheduled - _BETWEEN_S)
         self._last = now
-        tokens = decodes * (1 + length) + prefilled
-        prefills = Prefills(1.0, tokens > self._captured, prefilled) if prefilled else Prefills()
+        extra = Extra(prefilled > 0, decodes * (1 + length) + prefilled > self._captured, prefilled)
         if self._waits is not None:
-            self._take(*self._waits, prefills)
-        before, self._prefills, self._waits = self._prefills, prefills, None
+            self._take(*self._waits, extra)
+        before, self._extra, self._waits = self._extra, extra, None
         changed, self._verified = length != self._verified, length
         timed = 0.0 < seconds <= _LONGEST_ITERATION_S
         if self._slots[counters.HELD] or not decodes or length not in self.lengths or not timed:
             return
-        iteration = Iteration(decodes, length, prefills, seconds)
+        iteration = Iteration(decodes, length, extra, seconds)
         made = decodes * self.acceptance.tokens(length)
         self._count(counters.TOKENS, decodes + sum(max(kept, 0) * requests for (_, kept), requests in outcomes))
         self._count(counters.EXPECTED_MILLITOKENS, 1e3 * made)
         self.acceptance.add(outcomes, seconds)
-        self._workload.add(made, prefills)
+        self._workload.add(made, prefilled)
         self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, _SAVED_S)
         if not changed:  # the change to another number takes time of its own
             self._waits = iteration, before
@@ -202,12 +201,14 @@ class DraftLength:
         Returns:
             Tokens, [numbers]; and parts, as of `Times`, [numbers, times].
         """
-        tokens = [requests_of(group) * self.acceptance.tokens(length) for length in self.lengths]
-        prefills = map(self._workload.prefills, tokens)
+        requests, lengths = requests_of(group), np.array(self.lengths)
+        tokens = requests * np.array([self.acceptance.tokens(length) for length in self.lengths])
+        extras = self._workload.extra(tokens, self._captured - requests * (1 + lengths))
         parts = [
-            self._times[group].parts(length, one, one, one) for length, one in zip(self.lengths, prefills, strict=True)
+            self._times[group].parts(length, one, one, one)
+            for length, one in zip(self.lengths, map(Extra._make, extras), strict=True)
         ]
-        return np.array(tokens), np.array(parts)
+        return tokens, np.array(parts)
 
     def _gains(self, group: int) -> dict[int, Gain]:
         times, in_force = self._times[group], self.lengths.index(self._in_force[group])
@@ -217,7 +218,7 @@ class DraftLength:
         columns = (one.tolist() for one in (rates / rates[in_force], times.error(shares - shares[in_force]), seconds))
         return {length: Gain(*one) for length, *one in zip(self.lengths, *columns, strict=True)}
 
-    def _take(self, iteration: Iteration, before: Prefills, after: Prefills) -> None:
+    def _take(self, iteration: Iteration, before: Extra, after: Extra) -> None:
         """Take over the time of an iteration."""
         group = group_of(iteration.decodes)
         if group not in self._times:

@@ -16,18 +16,18 @@ _OUTLIER, _STREAK = 3.0, 8
 """Standard deviations beyond which an iteration counts less; so many of a number on one side in a row are a change."""
 _LEFT = 0.1
 """What is left of an estimated time at least: none becomes negative."""
-_WORKLOAD_FOLLOWS = 0.01
-"""Weight of an iteration in what is known of prefills."""
+_WORKLOAD = 200
+"""Iterations that tell how many prefills there are."""
 _SHARE_AT_MOST = 0.98
 """Share of iterations with prefills that still tells how many more there would be."""
 
 
-class Prefills(NamedTuple):
-    """What an iteration prefills; of the average of some iterations, shares of them and mean tokens."""
+class Extra(NamedTuple):
+    """What an iteration has beyond decodes that a CUDA graph holds; of several, shares of them and mean tokens."""
 
-    any: float = 0.0
-    large: float = 0.0  # with them it has more tokens than the CUDA graphs
-    tokens: float = 0.0
+    prefills: float = 0.0
+    large: float = 0.0  # more tokens than the CUDA graphs, with prefills or by its decodes alone
+    tokens: float = 0.0  # prefilled
 
 
 class Iteration(NamedTuple):
@@ -35,7 +35,7 @@ class Iteration(NamedTuple):
 
     decodes: int  # requests
     length: int  # drafts that each of them verified
-    prefills: Prefills
+    extra: Extra
     seconds: float
 
 
@@ -45,14 +45,14 @@ class Shares(NamedTuple):
     alike: float  # all plain times
     drafts: float  # the one with the most drafts, and those with fewer by as much less
     own: float  # each plain time by itself
-    prefills: float  # what prefills add, as a share of `_PREFILLS`
+    extra: float  # what else adds to them, as a share of `_EXTRA`
 
 
 _DRAFT = 0.03
 """Share of an iteration that a draft takes before any has been timed."""
-_MAY_TAKE = Prefills(0.5, 0.5, 1 / 2000)
-_PREFILLS = np.array([_MAY_TAKE.any, *_MAY_TAKE, *_MAY_TAKE])
-"""Shares of an iteration that prefills may take: of the iteration before, its own, and of the one after it."""
+_MAY_TAKE = Extra(0.5, 0.5, 1 / 2000)
+_EXTRA = np.array([_MAY_TAKE.prefills, *_MAY_TAKE, *_MAY_TAKE])
+"""Shares of an iteration that it may take: of the iteration before, its own, and of the one after it."""
 _AT_FIRST = Shares(1.0, 0.5, 0.1, 1.0)
 """After the first iteration."""
 _NEXT_GROUP = Shares(0.1, 0.1, 0.03, 0.1)
@@ -61,7 +61,7 @@ _A_SECOND = Shares(0.03, 0.02, 0.02, 0.02)
 """A second later."""
 _CHANGED, _CHANGED_OWN = Shares(0.6, 0.4, 0.0, 0.0), 0.4
 """After a change, of how far an iteration was off; and its own number's time."""
-_NONE = Prefills()
+_NONE = Extra()
 _TOKENS = [-4, -1]
 """Places of the times of a prefilled token: of the iteration itself and of the one after it."""
 
@@ -70,21 +70,33 @@ class Workload:
     """How many prefills come with the tokens that are made: they end requests, and others follow."""
 
     def __init__(self) -> None:
-        self._made, self._prefills = 0.0, Prefills()  # means of an iteration
+        self._made, self._prefilled = np.zeros((2, _WORKLOAD))  # tokens of the latest iterations
+        self._iterations = 0
 
-    def add(self, made: float, prefills: Prefills) -> None:
-        """Learn from an iteration that makes so many tokens."""
-        weight = _WORKLOAD_FOLLOWS if self._made else 1.0
-        self._made += weight * (made - self._made)
-        self._prefills = Prefills(
-            *(mean + weight * (new - mean) for mean, new in zip(self._prefills, prefills, strict=True))
-        )
+    def add(self, made: float, prefilled: int) -> None:
+        """Learn from an iteration that makes and prefills so many tokens."""
+        place = self._iterations % _WORKLOAD
+        self._made[place], self._prefilled[place] = made, prefilled
+        self._iterations += 1
 
-    def prefills(self, made: float) -> Prefills:
-        """Return what is expected of iterations that make so many tokens."""
-        more, known = made / self._made if self._made else 0.0, self._prefills
-        some, large = (1.0 - (1.0 - min(share, _SHARE_AT_MOST)) ** more for share in known[:2])
-        return Prefills(some, large, more * known.tokens)
+    def extra(self, made: Vector, free: Vector) -> Vector:
+        """Return what is expected of kinds of iterations.
+
+        Args:
+            made: the tokens that they make, [kinds].
+            free: how many they may prefill before they are large; negative where they are so without, [kinds].
+
+        Returns:
+            `Extra` of each, [kinds, 3].
+        """
+        if not self._iterations:
+            return np.stack([np.zeros_like(made), free < 0, np.zeros_like(made)], axis=1)
+        prefilled = np.sort(self._prefilled[: self._iterations])
+        more = made / self._made[: self._iterations].mean()
+        beyond = np.stack([np.zeros_like(free), np.maximum(free, 0)])
+        shares = 1.0 - np.searchsorted(prefilled, beyond, side="right") / len(prefilled)
+        some, large = 1.0 - (1.0 - np.minimum(shares, _SHARE_AT_MOST)) ** more
+        return np.stack([some, np.where(free < 0, 1.0, large), more * prefilled.mean()], axis=1)
 
 
 class Times:
@@ -101,10 +113,10 @@ class Times:
         self._place = {length: place for place, length in enumerate(lengths)}
         self._mean, self._covariance = mean, covariance  # of the plain times by length, and of prefills
         self._numbers = len(lengths)
-        plain, drafts, prefills = np.zeros((3, len(mean)))
+        plain, drafts, extra = np.zeros((3, len(mean)))
         plain[: self._numbers], drafts[: self._numbers] = 1.0, np.array(lengths) / lengths[-1]
-        prefills[self._numbers :] = _PREFILLS
-        self._modes = np.array([np.outer(plain, plain), np.outer(drafts, drafts), np.diag(plain), np.diag(prefills**2)])
+        extra[self._numbers :] = _EXTRA
+        self._modes = np.array([np.outer(plain, plain), np.outer(drafts, drafts), np.diag(plain), np.diag(extra**2)])
         self._drift = self._spread(_A_SECOND)
         self._jitter = list(_JITTER)  # of iterations without and with prefills
         self._streaks = dict.fromkeys(lengths, 0)  # outliers in a row; negative where they took less than expected
@@ -113,7 +125,7 @@ class Times:
     def guess(cls, lengths: Sequence[int], iteration: Iteration) -> Times:
         """Expect times from the first iteration."""
         plain = np.maximum(1.0 + _DRAFT * (np.array(lengths) - iteration.length), _LEFT)
-        mean = np.concatenate([plain, _PREFILLS / len(_PREFILLS)])
+        mean = np.concatenate([plain, _EXTRA / len(_EXTRA)])
         times = cls(lengths, iteration.seconds * mean, np.zeros((len(mean), len(mean))))
         times._covariance = iteration.seconds**2 * times._spread(_AT_FIRST)
         return times
@@ -151,7 +163,7 @@ class Times:
         self._mean = self._mean + by
         np.maximum(self.plain, least, out=self.plain)
 
-    def parts(self, length: int, before: Prefills = _NONE, own: Prefills = _NONE, after: Prefills = _NONE) -> Vector:
+    def parts(self, length: int, before: Extra = _NONE, own: Extra = _NONE, after: Extra = _NONE) -> Vector:
         """Return what an iteration consists of: how often each of the estimated times is in it.
 
         Args:
@@ -162,7 +174,7 @@ class Times:
         """
         parts = np.zeros(len(self._mean))
         parts[self._place[length]] = 1.0
-        parts[self._numbers :] = before.any, *own, *after
+        parts[self._numbers :] = before.prefills, *own, *after
         return parts
 
     def seconds(self, parts: Vector) -> Any:
@@ -173,7 +185,7 @@ class Times:
         """Return the standard errors of `seconds`; of a difference of parts, that of the difference."""
         return np.sqrt(np.maximum(((parts @ self._covariance) * parts).sum(-1), 0.0))
 
-    def learn(self, iteration: Iteration, before: Prefills, after: Prefills) -> tuple[float, float]:
+    def learn(self, iteration: Iteration, before: Extra, after: Extra) -> tuple[float, float]:
         """Learn from an iteration.
 
         Args:
@@ -185,11 +197,11 @@ class Times:
             The seconds that were expected of it, and their standard error.
         """
         length, seconds = iteration.length, iteration.seconds
-        parts = self.parts(length, before, iteration.prefills, after)
+        parts = self.parts(length, before, iteration.extra, after)
         self._covariance += self.plain[0] ** 2 * seconds * self._drift
         expected, error = float(self.seconds(parts)), float(self.error(parts))
         off, unsure, scale = seconds - expected, error**2, max(expected, self.plain[self._place[length]]) ** 2
-        kind = int(before.any or iteration.prefills.any or after.any)
+        kind = int(before.prefills or iteration.extra.prefills or after.prefills)
         noise = self._jitter[kind] * scale
         most = _OUTLIER**2 * (unsure + noise)
         found = max((min(off**2, most) - unsure) / scale, _LEAST_JITTER)

@@ -18,10 +18,6 @@ from vllm_eagle_mrv2.cli.engine_process import serve
 from vllm_eagle_mrv2.cli.load.types import Load, LoadRound, Request
 from vllm_eagle_mrv2.telemetry.counters import hold
 
-_SETTLING = 4
-"""Outputs of a request after which its drafts are as many as are asked for: when the number changes, one iteration or
-two have been scheduled with the old one, and the next verifies what those drafted."""
-
 
 @dataclass
 class Served:
@@ -66,7 +62,6 @@ class LoadEngine:
         self._waiting: asyncio.Queue[tuple[Load, Request]] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
         self._served: list[Served] = []
-        self._held: int | None = None
         self.started = started()
 
     @staticmethod
@@ -85,25 +80,17 @@ class LoadEngine:
     async def _closed_loop(self, load: Load) -> LoadRound:
         """Send each request as soon as another one ends; pause the engine when all are sent.
 
-        Between rounds the requests in flight stay where they are, so all of a round counts, from when they have as many
-        drafts as the round asks for.
+        Between rounds the requests in flight stay where they are, so all of a round counts.
         """
         begin = 0
         if load.fills:
             await self._drop()
             self._slots = [asyncio.create_task(self._slot()) for _ in range(load.concurrency or 0)]
             begin = len(self._slots) + 1
-        before_change = [] if load.draft_length == self._held else [(one, len(one.outputs)) for one in self._served]
-        self._held = load.draft_length
         await self._resume()
         await self._send(load, load.requests[:begin])
-        sending = asyncio.create_task(self._send(load, load.requests[begin:]))
-        while not sending.done() and any(
-            not one.ended and len(one.outputs) < outputs + _SETTLING for one, outputs in before_change
-        ):
-            await asyncio.sleep(0.001)
         began, before = self._clock.now(), read_counters()
-        await sending
+        await self._send(load, load.requests[begin:])
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         self._clock.pause(max(one.outputs[-1][0] for one in self._served if one.outputs))
         return self._read(began, self._clock.now(), before)

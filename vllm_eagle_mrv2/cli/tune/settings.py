@@ -18,10 +18,6 @@ from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
 SETTLES_S = 5.0
 """Seconds that the engine's own choice has to settle; it learns nothing while a number is held."""
-_BRIEF = 4
-"""By this much a round is shorter that has compiled what a number needs."""
-_FEWEST = 2
-"""Requests of a round."""
 
 
 def measure(
@@ -31,10 +27,10 @@ def measure(
     rounds: int,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> TuneRow:
-    """Measure a live engine with every setting, in turn, after a brief round of each that does not count.
+    """Measure a live engine with every setting, in turn, once the engine's own choice has settled.
 
-    The engine is filled once; a setting takes over the requests in flight from the one before it.  Before the rounds
-    that count, the engine's own choice has further ones until it has settled.
+    In every round the engine is filled anew.  So all settings begin with the same requests in flight, at the same
+    tokens of them, and serve the same ones.
 
     Raises:
         CommandError: the engine failed, or drafts other numbers than those asked for.
@@ -42,12 +38,7 @@ def measure(
     (process,) = engines.processes
     settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
     asked = [functools.partial(_ask, process, setting) for setting in settings]
-    level = Level(concurrency=concurrency)
-    process.ask(traffic.load(level, seed=0))
-    first, *loads = (traffic.load(level, seed, fills=False) for seed in range(1, rounds + 2))
-    brief = first.model_copy(update={"requests": first.requests[: max(len(first.requests) // _BRIEF, _FEWEST)]})
-    for setting, (answer,) in zip(settings, in_turn(asked, [brief]), strict=True):
-        _check_held(setting, answer)
+    first, *loads = (traffic.load(Level(concurrency=concurrency), seed) for seed in range(rounds + 1))
     settled = monotonic() + SETTLES_S
     while monotonic() < settled:
         _ask(process, AUTO, first)
@@ -56,14 +47,11 @@ def measure(
 
 def _ask(process: EngineProcess, setting: Setting, load: BaseModel) -> LoadRound:
     held = load.model_copy(update={"draft_length": None if setting == AUTO else setting})
-    return LoadRound.model_validate(process.ask(held))
-
-
-def _check_held(setting: Setting, answer: LoadRound) -> None:
-    """Raise `CommandError` unless the engine drafts as many tokens as it should, but for a few texts at their end."""
-    if isinstance(setting, int) and round(answer.drafted_length) != setting:
+    answer = LoadRound.model_validate(process.ask(held))
+    if isinstance(setting, int) and round(answer.drafted_length) != setting:  # a few texts have fewer at their end
         raise CommandError(
             f"the engine drafts {answer.drafted_length:.1f} tokens instead of {setting}: its engine core must run on "
             "this machine.",
             1,
         )
+    return answer
