@@ -222,6 +222,16 @@ def test_what_shifts_one_number_shifts_all() -> None:
     assert plain_of(times)[0] == pytest.approx(PLAIN[0] + 0.01, rel=0.25)
 
 
+def test_what_prefills_add_may_change() -> None:
+    """Slowly: longer prompts, or a busy host."""
+    times, prefills = times_of(PLAIN), Extra(1, 0, 300)
+    for step in range(3000):
+        learn(times, 3, PLAIN[3])
+        times.learn(Iteration(16, 3, prefills, PLAIN[3] + 0.01 + 1e-5 * max(step - 1500, 0)), NONE, NONE)
+    assert times.seconds(times.parts(3, own=prefills)) == pytest.approx(PLAIN[3] + 0.025, rel=0.03)
+    assert plain_of(times)[3] == pytest.approx(PLAIN[3], rel=0.03)
+
+
 def test_what_was_not_timed_for_long_is_less_certain() -> None:
     times = times_of(PLAIN)
     errors = [error_of(times, 5, than=3)]
@@ -334,11 +344,19 @@ def test_an_iteration_is_large_with_more_tokens_than_it_has_room_for() -> None:
     assert large == pytest.approx([0, 0, 0.25, 0.5, 0.5, 1])
 
 
+def test_where_all_iterations_have_prefills_fewer_tokens_might_leave_some_without() -> None:
+    workload = Workload()
+    for _ in range(300):
+        workload.add(10.0, 400)
+    (some, large, tokens), _ = extras(workload, [5.0, 10.0], [300, 300])
+    assert 0.8 < some == large < 0.9
+    assert tokens == 200
+
+
 def test_without_prefills_none_are_expected() -> None:
     workload = Workload()
-    for _ in range(2):
-        assert extras(workload, [5.0, 5.0], [0, -1]) == [(0, 0, 0), (0, 1, 0)]
-        workload.add(10.0, 0)
+    workload.add(10.0, 0)
+    assert extras(workload, [5.0, 5.0], [0, -1]) == [(0, 0, 0), (0, 1, 0)]
 
 
 def test_what_was_long_ago_is_forgotten() -> None:

@@ -80,7 +80,7 @@ class Workload:
         self._iterations += 1
 
     def extra(self, made: Vector, free: Vector) -> Vector:
-        """Return what is expected of kinds of iterations.
+        """Return what is expected of kinds of iterations, once one is known.
 
         Args:
             made: the tokens that they make, [kinds].
@@ -89,12 +89,9 @@ class Workload:
         Returns:
             `Extra` of each, [kinds, 3].
         """
-        if not self._iterations:
-            return np.stack([np.zeros_like(made), free < 0, np.zeros_like(made)], axis=1)
-        prefilled = np.sort(self._prefilled[: self._iterations])
         more = made / self._made[: self._iterations].mean()
-        beyond = np.stack([np.zeros_like(free), np.maximum(free, 0)])
-        shares = 1.0 - np.searchsorted(prefilled, beyond, side="right") / len(prefilled)
+        prefilled = self._prefilled[: self._iterations, None]
+        shares = np.stack(np.broadcast_arrays(prefilled > 0, prefilled > free)).mean(1)
         some, large = 1.0 - (1.0 - np.minimum(shares, _SHARE_AT_MOST)) ** more
         return np.stack([some, np.where(free < 0, 1.0, large), more * prefilled.mean()], axis=1)
 
@@ -102,9 +99,9 @@ class Workload:
 class Times:
     """Seconds of iterations with about the same number of decodes.
 
-    An iteration takes the plain time of its number of draft tokens.  Prefills add to that: some time at all, more where
-    no CUDA graph is large enough, and some for each token.  With asynchronous scheduling they do so not only in their
-    own iteration: the one before waits for their launch, and the one after makes up for a part of that.  A Kalman
+    An iteration takes the plain time of its number of draft tokens.  Prefills add some time at all, and some for each
+    token; more tokens than the CUDA graphs hold add some, too.  With asynchronous scheduling that time is not only in
+    their own iteration: the one before waits for the launch, and the one after makes up for a part of that.  A Kalman
     filter estimates all of these times together, with their errors: what shifts the time of one number shifts that of
     the others as far as they move alike.
     """
