@@ -80,6 +80,7 @@ class ChangingEngine(LoadEngine):
         if isinstance(task.root, Load):
             return super().measure(task.root)
         hold(task.root.draft_length)
+        self._held = task.root.draft_length
         return self._loop.run_until_complete(self._go_through(task.root))
 
     async def _go_through(self, changes: Changes) -> Courses:

@@ -5,8 +5,8 @@
 
 Prints JSON.  One engine with ``draft_length: auto`` and random weights is up.  As in ``vllm-eagle-mrv2 tune``, rounds
 that hold each number alternate with rounds that leave it to the engine, for every number of requests in flight and each
-kind of shares of accepted drafts (``--accepted``).  A line has the tokens a second of all of them, and of each round
-that and its drafts per request.
+kind of shares of accepted drafts (``--accepted``).  A line has the tokens a second of all of them, of each round that
+and its drafts per request, and the seconds for which the engine chose each number.
 
 ``--changes`` has two more lines: the load rises and falls, and the shares of accepted drafts change.  They have the
 tokens a second of each phase from five seconds after its begin on, and the course of the engine's own choice.
@@ -40,8 +40,8 @@ ACCEPTED = {
     "low": [0.45, 0.20, 0.08, 0.03, 0.01],
 }
 """Share of drafts accepted up to each position."""
-ROUNDS = {1: (3, 4), 4: (4, 8), 16: (4, 16), 64: (3, 64), 128: (2, 96), 256: (2, 128)}
-"""By requests in flight: rounds, and requests of a round that count."""
+REQUESTS = {1: 8, 4: 32, 16: 80, 64: 160, 128: 200, 256: 320}
+"""By requests in flight: requests of a round, for some seconds each; as many as in flight for others."""
 OUTPUT_TOKENS = (64, 256)
 """Requests of one length would fall in step, and rounds differ by how many of their prefills share an iteration."""
 
@@ -76,9 +76,11 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
     for kind in options.accepted:
         ask(engines, [Phase(concurrency=0, seconds=0.0, acceptance=ACCEPTED[kind])])
         for concurrency in options.concurrency:
-            rounds, requests = ROUNDS.get(concurrency, (2, None))
-            traffic = Traffic(output_tokens=OUTPUT_TOKENS, requests=requests)
-            row = measure(engines, concurrency, traffic, options.rounds or rounds)
+            traffic = Traffic(output_tokens=OUTPUT_TOKENS, requests=REQUESTS.get(concurrency))
+            row = measure(engines, concurrency, traffic, options.rounds)
+            chosen = [
+                sum(seconds) for seconds in zip(*(one.seconds_by_length for one in row.rounds[AUTO]), strict=True)
+            ]
             yield {
                 "accepted": kind,
                 "concurrency": concurrency,
@@ -86,6 +88,10 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
                 "rounds": {
                     str(setting): [(round(one.tokens_per_second, 1), round(one.drafted_length, 2)) for one in rounds]
                     for setting, rounds in row.rounds.items()
+                },
+                "chosen": {
+                    str(length): round(seconds, 2)
+                    for length, seconds in zip(lengths_up_to(engines.k), chosen, strict=False)
                 },
             }
     for name, phases in changes(options.seconds).items() if options.changes else ():
@@ -109,7 +115,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, choices=range(1, 6), help="the most draft tokens")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--accepted", nargs="*", choices=ACCEPTED, default=list(ACCEPTED), help="none: changes only")
-    parser.add_argument("--rounds", type=int, help="of each number of requests; default: by their number")
+    parser.add_argument("--rounds", type=int, default=2, help="of each number of requests")
     parser.add_argument("--changes", action="store_true", help="of the load and of what is accepted, too")
     parser.add_argument("--seconds", type=float, default=12.0, help="of a phase, at least six")
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engine, as JSON")

@@ -9,7 +9,6 @@ A section stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import statistics
 import sys
@@ -141,6 +140,8 @@ class Lengths(Measured):
     tokens_per_second: dict[str, float]
     auto_drafts: list[float] = []
     rounds: dict[str, list[tuple[float, float]]] = {}
+    chosen: dict[str, float] = {}
+    """Seconds of the rounds of `AUTO` by number of draft tokens."""
 
 
 class Changes(Measured):
@@ -416,21 +417,29 @@ def lengths_section() -> str:
         speeds = dict(one.tokens_per_second)
         auto = speeds.pop(AUTO)
         best = max(speeds, key=lambda name: speeds[name])
-        shares = [_share_of(one, best, auto / speeds[best]), f"{auto / speeds['0']:.2f}"]
+        shares = [_share_of(one, best, auto / speeds[best]), _chosen(one, speeds), f"{auto / speeds['0']:.2f}"]
         cells = [f"{speed:.0f}" for speed in (*speeds.values(), auto)]
         rows.append([place, one.case, one.accepted, str(one.concurrency), *cells, *shares])
     held = list(dict.fromkeys(f"K={name}" for _, one in found for name in one.tokens_per_second if name != AUTO))
-    heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, f"{AUTO} / best", f"{AUTO} / K=0"]
+    heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, f"{AUTO} / best", "chosen / best", f"{AUTO} / K=0"]
     return _with_plots(_table(heads, rows, "---"), "lengths", Lengths) if rows else "Not measured yet."
 
 
 def _share_of(one: Lengths, best: str, share: float) -> str:
-    """The share of the best number, and its standard error where both have several rounds."""
-    times = [[1.0 / speed for speed, _ in one.rounds.get(name, [])] for name in (AUTO, best)]
-    if min(map(len, times)) < 2:
+    """The share of the best number, and its standard error, if rounds tell: each has the same requests for all."""
+    rounds = [one.rounds.get(name, []) for name in (AUTO, best)]
+    ratios = [own / others for (own, _), (others, _) in zip(*rounds, strict=True)]
+    if len(ratios) < 2:
         return f"{share:.2f}"
-    errors = [statistics.stdev(each) / statistics.fmean(each) / len(each) ** 0.5 for each in times]
-    return f"{share:.2f} ± {share * math.hypot(*errors):.2f}"
+    return f"{share:.2f} ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.2f}"
+
+
+def _chosen(one: Lengths, speeds: Mapping[str, float]) -> str:
+    """What the chosen numbers make where they are held, each for as long as it was chosen, as a share of the best."""
+    if not one.chosen:
+        return "-"
+    made = sum(seconds * speeds[name] for name, seconds in one.chosen.items())
+    return f"{made / sum(one.chosen.values()) / max(speeds.values()):.3f}"
 
 
 def changes_section() -> str:

@@ -61,6 +61,8 @@ def test_a_line_has_every_round(lengths: ModuleType, live: Engines, monkeypatch:
         assert len(speeds) == 2
         assert min(speeds) <= line["tokens_per_second"][setting] <= max(speeds)
     assert [round(drafts) for _, drafts in line["rounds"]["2"]] == [2, 2]
+    assert list(line["chosen"]) == ["0", "1", "2"]
+    assert sum(line["chosen"].values()) > 0
 
 
 def test_the_load_changes(lengths: ModuleType, live: Engines) -> None:

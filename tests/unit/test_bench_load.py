@@ -19,7 +19,7 @@ from rich.console import Console
 from scripts import script
 from typer.testing import CliRunner
 
-from vllm_eagle_mrv2.cli import app
+from vllm_eagle_mrv2.cli import app, draft_counters
 from vllm_eagle_mrv2.cli.bench import engines
 from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
@@ -41,7 +41,7 @@ TOO_SHORT = "none: a round was too short, raise --requests or --output-tokens"
 
 def taken(num_tokens: int = 200, **changed: float) -> LoadRound:
     """Two steady seconds."""
-    figures = {
+    figures: dict[str, Any] = {
         "seconds": 2.0,
         "ttft_p50_ms": 20.0,
         "ttft_p99_ms": 30.0,
@@ -430,6 +430,24 @@ def test_each_request_that_ends_is_replaced(served: Live) -> None:
     assert fake.in_flight[7:] == [1, 2, 3, 3, 3]
     engine.measure(load_of(5, 5, 5, concurrency=None))
     assert (fake.aborted, fake.live) == (5, 0)
+
+
+def test_a_round_counts_from_its_own_drafts(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the number of draft tokens changes, those in flight first have drafts of the old number verified."""
+    engine, _ = served
+    begins: list[list[int]] = []
+
+    def beginning() -> Any:
+        begins.append([len(one.outputs) for one in engine._served])
+        return draft_counters.read_counters()
+
+    monkeypatch.setattr("vllm_eagle_mrv2.cli.load.worker.read_counters", beginning)
+    engine.measure(load_of(90, 90, 30, fills=True))
+    for length, settles in ((3, True), (3, False), (0, True), (None, True)):
+        before = [len(one.outputs) for one in engine._served]
+        engine.measure(load_of(90, 20, 20).model_copy(update={"draft_length": length}))
+        waited = [now - then for now, then in zip(begins[-1], before, strict=False)]
+        assert (min(waited) >= 4) is settles
 
 
 def test_a_load_that_changes(served: Live) -> None:

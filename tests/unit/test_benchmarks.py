@@ -156,8 +156,9 @@ def test_the_lines_of_a_load(control: bool) -> None:
     load_times = script("load_times")
 
     def rounds(*speeds: int) -> list[LoadRound]:
-        figures = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "gap_p99_ms", "accepted_length")
-        return [LoadRound(seconds=3.0, num_tokens=speed, **dict.fromkeys(figures, 2 / 3)) for speed in speeds]
+        names = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "gap_p99_ms", "accepted_length")
+        figures: dict[str, Any] = dict.fromkeys(names, 2 / 3)
+        return [LoadRound(seconds=3.0, num_tokens=speed, **figures) for speed in speeds]
 
     names = ("stock", "stock again", "eagle_mrv2") if control else ("stock", "eagle_mrv2")
     again = [rounds(99, 101, 100)] if control else []

@@ -54,6 +54,9 @@ def test_what_the_scheduler_counts() -> None:
     counts = dict(read_counts())[3]
     assert (counts.changes, counts.tokens, counts.expected_tokens) == (7, 11, 10.25)
     assert (counts.seconds, counts.expected_seconds) == (2.0, 0.0005)
+    assert counts.seconds_by_length == 7 * (0.0,)
+    slots[counters.BY_LENGTH.start + 2] += 1_500_000
+    assert dict(read_counts())[3].seconds_by_length[:4] == (0.0, 0.0, 1.5, 0.0)
 
 
 def test_a_number_is_held_for_all_ranks() -> None:

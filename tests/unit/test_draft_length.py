@@ -1053,6 +1053,16 @@ def test_what_came_is_counted_beside_what_was_expected() -> None:
     assert steps.slots[counters.TOKENS] - before[counters.TOKENS] == 32 + 16
 
 
+def test_the_seconds_of_each_number_are_counted() -> None:
+    """Also while one is held."""
+    steps = Steps()
+    for held, length in ((0, 3), (0, 5), (1 + 5, 5), (0, 4)):
+        steps.slots[counters.HELD] = held
+        steps.step(16, length, 0.02)
+    steps.step(0, 3)
+    assert list(steps.slots[counters.BY_LENGTH]) == [0, 0, 0, 20_000, 40_000, 0, 0]
+
+
 def test_times_that_nobody_expected_are_not_counted() -> None:
     steps = Steps()
     for _ in range(2):  # the second waits for what the one after it prefills

@@ -33,6 +33,7 @@ def _front_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stock = getattr(MultiProcessCollector.collect, "_eagle_mrv2_original", MultiProcessCollector.collect)
     monkeypatch.setattr(MultiProcessCollector, "collect", stock)
     monkeypatch.setattr(metrics, "_info", {})
+    monkeypatch.setattr(metrics, "_lengths", [])
     metrics._show.cache_clear()
 
 
@@ -87,6 +88,11 @@ def test_a_chosen_number_is_shown_beside_what_was_expected(tmp_path: Path) -> No
     slots = DraftCounter.of_rank(0).slots
     slots[counters.CHANGES], slots[counters.TOKENS], slots[counters.EXPECTED_MILLITOKENS] = 4, 9, 8500
     slots[counters.MICROSECONDS], slots[counters.EXPECTED_MICROSECONDS] = 1_500_000, 1_250_000
+    slots[counters.BY_LENGTH.start + 3] = 1_500_000
     shown = ours(prometheus.get_prometheus_registry())
+    assert {line for line in shown if "draft_length_seconds_total" in line} == {
+        f'vllm_eagle_mrv2_draft_length_seconds_total{{draft_length="{length}",engine="0",model_name="demo"}} {seconds}'
+        for length, seconds in ((0, 0.0), (1, 0.0), (2, 0.0), (3, 1.5))
+    }
     assert shown > of_a_choice(changes=4.0, seconds=(1.5, 1.25), tokens=(9.0, 8.5))
     assert any(line.startswith('vllm_eagle_mrv2_info{draft_length="auto"') for line in shown)

@@ -192,15 +192,16 @@ def test_chosen_draft_lengths(tables: ModuleType, results: Path) -> None:
     course = {"tokens_per_second": [[90.0, 99.0], [60.0]], "draft_length": [[1, 0], [1]]}
     changing = {**about, "change": "load", "tokens_per_second": speeds, "course": course}
     assert tables.lengths_section() == tables.changes_section() == "Not measured yet."
-    rounds = {"0": [(80.0, 0.0), (100.0, 0.0), (133.3, 0.0)], "auto": [(98.0, 0.5)] * 3}
+    rounds = {"0": [(80.0, 0.0), (100.0, 0.0), (133.3, 0.0)], "auto": [(78.4, 0.5), (98.0, 0.5), (133.3, 0.5)]}
+    chosen = {"0": 3.0, "1": 1.0}
     (results / "h100.json").write_text(
-        result(where="H100", draft_lengths=[steady, {**steady, "rounds": rounds}, changing])
+        result(where="H100", draft_lengths=[steady, {**steady, "rounds": rounds, "chosen": chosen}, changing])
     )
     assert tables.lengths_section().splitlines() == [
-        "| vLLM | case | accepted | in flight | K=0 | K=1 | auto | auto / best | auto / K=0 |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 | 0.98 |",
-        "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 ± 0.14 | 0.98 |",  # a quarter, by root 3
+        "| vLLM | case | accepted | in flight | K=0 | K=1 | auto | auto / best | chosen / best | auto / K=0 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 | - | 0.98 |",
+        "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 ± 0.01 | 0.950 | 0.98 |",  # of 0.98, 0.98, 1
         "",
         "![lengths, 0.26.0, H100](draft-length-lengths-0.26.0-h100.svg)",
     ]

@@ -174,7 +174,10 @@ class DraftLength:
         before, self._extra, self._waits = self._extra, extra, None
         changed, self._verified = length != self._verified, length
         timed = 0.0 < seconds <= _LONGEST_ITERATION_S
-        if self._slots[counters.HELD] or not decodes or length not in self.lengths or not timed:
+        if not decodes or length not in self.lengths or not timed:
+            return
+        self._count(counters.BY_LENGTH.start + self.lengths.index(length), 1e6 * seconds)
+        if self._slots[counters.HELD]:
             return
         iteration = Iteration(decodes, length, extra, seconds)
         made = decodes * self.acceptance.tokens(length)

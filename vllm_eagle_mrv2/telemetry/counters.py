@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_eagle_mrv2.config.draft_lengths import LENGTHS
+
 FOLDER_VARIABLE = "EAGLE_MRV2_COUNTERS"
 
 PATHS = {
@@ -34,8 +36,10 @@ DRAFT_LENGTH, CHANGES, MICROSECONDS, EXPECTED_MICROSECONDS, TOKENS, EXPECTED_MIL
     len(PATHS), len(PATHS) + 7
 )
 """Slots after those of the paths.  HELD is 0, or 1 + the number of draft tokens that `hold` asked for."""
+BY_LENGTH = slice(HELD + 1, HELD + 1 + len(LENGTHS) + 1)
+"""Slots for the microseconds of iterations by number of drafts, for each number to choose from."""
 
-_FORMAT = struct.Struct(f"={HELD + 1}q")
+_FORMAT = struct.Struct(f"={BY_LENGTH.stop}q")
 
 _folder: tempfile.TemporaryDirectory[str] | None = None  # removed when the process that made it ends
 
@@ -50,6 +54,7 @@ class Counts(NamedTuple):
     expected_seconds: float
     tokens: int  # that these iterations made
     expected_tokens: float
+    seconds_by_length: tuple[float, ...]  # of iterations, by place among the numbers to choose from
 
 
 class DraftCounter:
@@ -66,7 +71,7 @@ class DraftCounter:
     def __init__(self, slots: list[int] | memoryview[int] | None = None) -> None:
         self.shared = slots is not None
         """Whether a front-end can read the counts."""
-        self.slots = [0] * (HELD + 1) if slots is None else slots
+        self.slots = [0] * BY_LENGTH.stop if slots is None else slots
 
     @classmethod
     def of_rank(cls, rank: int) -> DraftCounter:
@@ -107,6 +112,7 @@ def read_counts() -> Iterator[tuple[int, Counts]]:
                 expected_seconds=slots[EXPECTED_MICROSECONDS] / 1e6,
                 tokens=slots[TOKENS],
                 expected_tokens=slots[EXPECTED_MILLITOKENS] / 1e3,
+                seconds_by_length=tuple(microseconds / 1e6 for microseconds in slots[BY_LENGTH]),
             )
             yield int(file.name), counts
 

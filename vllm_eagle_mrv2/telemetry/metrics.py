@@ -17,6 +17,7 @@ from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.telemetry import counters
 
 _info: dict[str, str] = {}  # of the latest engine in this process that asked for eagle_mrv2
+_lengths: list[int] = []  # that it chooses from
 
 
 def offer(vllm_config: Any, settings: Settings) -> None:
@@ -24,13 +25,14 @@ def offer(vllm_config: Any, settings: Settings) -> None:
     import vllm
 
     counters.share_folder()
+    _lengths[:] = lengths_to_choose_from(vllm_config)
     _info.update(
         model_name=str(vllm_config.model_config.served_model_name),  # as in the labels of vLLM's own metrics
         version=__version__,
         vllm=vllm.__version__,
         family=settings.family,
         num_speculative_tokens=str(vllm_config.speculative_config.num_speculative_tokens),
-        draft_length="auto" if lengths_to_choose_from(vllm_config) else "constant",
+        draft_length="auto" if _lengths else "constant",
     )
     _show()
 
@@ -72,6 +74,11 @@ class DraftMetrics(Collector):
         changes = CounterMetricFamily(
             "vllm_eagle_mrv2_draft_length_changes", "Changes of the number of draft tokens in force.", labels=labels
         )
+        by_length = CounterMetricFamily(
+            "vllm_eagle_mrv2_draft_length_seconds",
+            "Seconds of iterations by the draft tokens that they verified for a request.",
+            labels=[*labels, "draft_length"],
+        )
         seconds = CounterMetricFamily(
             "vllm_eagle_mrv2_iteration_seconds",
             "Seconds of iterations with a chosen number of draft tokens, as measured and as expected.",
@@ -88,8 +95,10 @@ class DraftMetrics(Collector):
                 phases.add_metric([*of_engine, path], count)
             length.add_metric(of_engine, counts.draft_length)
             changes.add_metric(of_engine, counts.changes)
+            for number, spent in zip(_lengths, counts.seconds_by_length, strict=False):
+                by_length.add_metric([*of_engine, str(number)], spent)
             seconds.add_metric([*of_engine, "measured"], counts.seconds)
             seconds.add_metric([*of_engine, "expected"], counts.expected_seconds)
             tokens.add_metric([*of_engine, "measured"], counts.tokens)
             tokens.add_metric([*of_engine, "expected"], counts.expected_tokens)
-        yield from (phases, length, changes, seconds, tokens)
+        yield from (phases, length, changes, by_length, seconds, tokens)

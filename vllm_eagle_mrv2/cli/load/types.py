@@ -72,6 +72,8 @@ class LoadRound(BaseModel):
     """Tokens that one verification of a request yields, including the target's own; over the whole round."""
     drafted_length: float = 0.0
     """Drafts that one verification of a request verifies, 0 where nothing was drafted; over the whole round."""
+    seconds_by_length: list[float] = []
+    """Seconds of its iterations by number of drafts, for each number that the engine chooses from."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property

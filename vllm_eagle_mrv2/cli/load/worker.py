@@ -9,14 +9,18 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_eagle_mrv2.cli.bench.types import Job
 from vllm_eagle_mrv2.cli.bench.worker import Worker, engine_arguments, percentile, started
 from vllm_eagle_mrv2.cli.draft_counters import Counters, counted_since, read_counters
 from vllm_eagle_mrv2.cli.engine_process import serve
 from vllm_eagle_mrv2.cli.load.types import Load, LoadRound, Request
-from vllm_eagle_mrv2.telemetry.counters import hold
+from vllm_eagle_mrv2.telemetry.counters import hold, read_counts
+
+_SETTLING = 4
+"""Outputs of a request after which its drafts are as many as are asked for: when the number changes, one iteration or
+two have been scheduled with the old one, and the next verifies what those drafted."""
 
 
 @dataclass
@@ -49,6 +53,34 @@ class Clock:
             self._running_since = time.perf_counter()
 
 
+def read_seconds_by_length() -> list[float]:
+    """Seconds of iterations by number of drafts, over all ranks; none where an engine does not choose it."""
+    ranks = [counts.seconds_by_length for _, counts in read_counts()]
+    return [sum(seconds) for seconds in zip(*ranks, strict=True)]
+
+
+class Counted(NamedTuple):
+    """What vLLM's counters and ours show at a time."""
+
+    drafts: Counters
+    seconds_by_length: list[float]
+
+    @classmethod
+    def now(cls) -> Counted:
+        """Read them."""
+        return cls(read_counters(), read_seconds_by_length())
+
+    def since(self) -> dict[str, Any]:
+        """The figures of a `LoadRound` that follow from what was counted since."""
+        counted, earlier = counted_since(self.drafts), self.seconds_by_length
+        drafts = counted["num_drafts"]
+        return {
+            "accepted_length": 1 + counted["num_accepted_tokens"] / drafts if drafts else 1.0,
+            "drafted_length": counted["num_draft_tokens"] / drafts if drafts else 0.0,
+            "seconds_by_length": [now - then for then, now in zip(earlier, read_seconds_by_length(), strict=False)],
+        }
+
+
 class LoadEngine:
     """A live engine that serves requests as a server does."""
 
@@ -62,6 +94,7 @@ class LoadEngine:
         self._waiting: asyncio.Queue[tuple[Load, Request]] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
         self._served: list[Served] = []
+        self._held: int | None = None
         self.started = started()
 
     @staticmethod
@@ -80,17 +113,25 @@ class LoadEngine:
     async def _closed_loop(self, load: Load) -> LoadRound:
         """Send each request as soon as another one ends; pause the engine when all are sent.
 
-        Between rounds the requests in flight stay where they are, so all of a round counts.
+        Between rounds the requests in flight stay where they are, so all of a round counts, from when they have as many
+        drafts as the round asks for.
         """
         begin = 0
         if load.fills:
             await self._drop()
             self._slots = [asyncio.create_task(self._slot()) for _ in range(load.concurrency or 0)]
             begin = len(self._slots) + 1
+        before_change = [] if load.draft_length == self._held else [(one, len(one.outputs)) for one in self._served]
+        self._held = load.draft_length
         await self._resume()
         await self._send(load, load.requests[:begin])
-        began, before = self._clock.now(), read_counters()
-        await self._send(load, load.requests[begin:])
+        sending = asyncio.create_task(self._send(load, load.requests[begin:]))
+        while not sending.done() and any(
+            not one.ended and len(one.outputs) < outputs + _SETTLING for one, outputs in before_change
+        ):
+            await asyncio.sleep(0.001)
+        began, before = self._clock.now(), Counted.now()
+        await sending
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         self._clock.pause(max(one.outputs[-1][0] for one in self._served if one.outputs))
         return self._read(began, self._clock.now(), before)
@@ -99,7 +140,7 @@ class LoadEngine:
         """Send each request when it arrives; what counts is the time in which they do."""
         await self._drop()
         await self._resume()
-        start, before = self._clock.now(), read_counters()
+        start, before = self._clock.now(), Counted.now()
 
         async def arrive(request: Request) -> None:
             await asyncio.sleep(request.arrives - (self._clock.now() - start))
@@ -136,18 +177,10 @@ class LoadEngine:
         await asyncio.gather(*self._slots, return_exceptions=True)
         self._slots, self._served = [], []
 
-    def _read(self, begins: float, ends: float, before: Counters) -> LoadRound:
+    def _read(self, begins: float, ends: float, before: Counted) -> LoadRound:
         """The figures of a round; requests that have ended are forgotten."""
-        counted = counted_since(before)
-        drafts = counted["num_drafts"]
         served, self._served = self._served, [one for one in self._served if not one.ended]
-        return read_round(
-            served,
-            begins,
-            ends,
-            accepted_length=1 + counted["num_accepted_tokens"] / drafts if drafts else 1.0,
-            drafted_length=counted["num_draft_tokens"] / drafts if drafts else 0.0,
-        )
+        return read_round(served, begins, ends, **before.since())
 
     async def _generate(self, load: Load, request: Request) -> None:
         from vllm import SamplingParams
@@ -173,17 +206,14 @@ class LoadEngine:
         one.ended = True
 
 
-def read_round(
-    served: Sequence[Served], begins: float, ends: float, accepted_length: float, drafted_length: float
-) -> LoadRound:
+def read_round(served: Sequence[Served], begins: float, ends: float, **counted: Any) -> LoadRound:
     """The figures of what came while the load was steady; 0 where nothing came.
 
     Args:
         served: all requests that were in flight then.
         begins: seconds.
         ends: seconds.
-        accepted_length: of the whole round.
-        drafted_length: likewise.
+        counted: other figures, of the whole round.
     """
     steady = [(at, new) for one in served for at, new in one.outputs if begins < at <= ends]
     gaps = [now - then for one in served for (then, _), (now, _) in pairwise(one.outputs) if begins < now <= ends]
@@ -196,8 +226,7 @@ def read_round(
         ttft_p99_ms=percentile(firsts, 99) * 1e3,
         tpot_p50_ms=percentile([time_per_output_token(one) for one in ended], 50) * 1e3,
         gap_p99_ms=percentile(gaps, 99) * 1e3,
-        accepted_length=accepted_length,
-        drafted_length=drafted_length,
+        **counted,
     )
 
 

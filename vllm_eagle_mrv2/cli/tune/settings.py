@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
 from pydantic import BaseModel
@@ -29,8 +29,7 @@ def measure(
 ) -> TuneRow:
     """Measure a live engine with every setting, in turn, once the engine's own choice has settled.
 
-    In every round the engine is filled anew.  So all settings begin with the same requests in flight, at the same
-    tokens of them, and serve the same ones.
+    The engine is filled once; a setting takes over the requests in flight from the one before it.
 
     Raises:
         CommandError: the engine failed, or drafts other numbers than those asked for.
@@ -38,20 +37,29 @@ def measure(
     (process,) = engines.processes
     settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
     asked = [functools.partial(_ask, process, setting) for setting in settings]
-    first, *loads = (traffic.load(Level(concurrency=concurrency), seed) for seed in range(rounds + 1))
+    level = Level(concurrency=concurrency)
+    process.ask(traffic.load(level, seed=0))
+    first, *loads = (traffic.load(level, seed, fills=False) for seed in range(1, rounds + 2))
     settled = monotonic() + SETTLES_S
     while monotonic() < settled:
         _ask(process, AUTO, first)
-    return TuneRow(concurrency=concurrency, rounds=dict(zip(settings, in_turn(asked, loads, on_round), strict=True)))
+    taken = dict(zip(settings, in_turn(asked, loads, on_round), strict=True))
+    _check_held(taken)
+    return TuneRow(concurrency=concurrency, rounds=taken)
 
 
 def _ask(process: EngineProcess, setting: Setting, load: BaseModel) -> LoadRound:
     held = load.model_copy(update={"draft_length": None if setting == AUTO else setting})
-    answer = LoadRound.model_validate(process.ask(held))
-    if isinstance(setting, int) and round(answer.drafted_length) != setting:  # a few texts have fewer at their end
-        raise CommandError(
-            f"the engine drafts {answer.drafted_length:.1f} tokens instead of {setting}: its engine core must run on "
-            "this machine.",
-            1,
-        )
-    return answer
+    return LoadRound.model_validate(process.ask(held))
+
+
+def _check_held(taken: Mapping[Setting, Sequence[LoadRound]]) -> None:
+    """Raise `CommandError` unless the engine drafted what it should, but for a few texts at their end."""
+    for setting, rounds in taken.items():
+        drafted = sum(one.seconds * one.drafted_length for one in rounds) / (sum(one.seconds for one in rounds) or 1.0)
+        if isinstance(setting, int) and round(drafted) != setting:
+            raise CommandError(
+                f"the engine drafts {drafted:.1f} tokens instead of {setting}: its engine core must run on this "
+                "machine.",
+                1,
+            )
