@@ -43,6 +43,8 @@ FAST = Facts(
     target_mode=BOTH,
     prefill_mode=BOTH,
     decode_mode=DECODE_ONLY,
+    largest_graph=256,
+    max_num_seqs=64,
     decode_graphs=True,
     fused=True,
     one_graph=True,
@@ -149,6 +151,9 @@ def test_the_line() -> None:
         ({**EAGER, "decode_mode": DECODE_ONLY}, "none of cudagraph_capture_sizes fits"),
         ({**BY_BUILDERS, "backends": "FLASHINFER"}, "as the attention backend FLASHINFER has the host build"),
         ({**BY_BUILDERS, "context_parallel": 2}, "under decode context parallelism"),
+        ({"max_num_seqs": 65}, "of more than 64 requests outside of CUDA graphs, as the largest of cudagraph_capture"),
+        ({"max_num_seqs": 65, "target_mode": NONE}, None),
+        ({"largest_graph": 0}, None),
         ({"why_constant": "they wait; do that"}, "does not choose the number of draft tokens, as they wait; do that"),
         ({"fused": False, "disable": {Behaviour.FUSED_DRAFT_DECODE}}, None),  # as asked
         ({**EAGER, "target_mode": PIECEWISE, "disable": {Behaviour.DRAFT_GRAPHS_BY_SUPPORT}}, None),

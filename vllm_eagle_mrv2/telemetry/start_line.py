@@ -43,6 +43,8 @@ class Facts:
     target_mode: Any
     prefill_mode: Any
     decode_mode: Any
+    largest_graph: int  # tokens; 0 without any
+    max_num_seqs: int
 
     decode_graphs: bool  # draft decodes have graphs
     fused: bool  # one graph holds all draft decodes
@@ -99,6 +101,8 @@ class Facts:
             target_mode=graphs.target_mode,
             prefill_mode=stock.prefill_cudagraph_manager.cudagraph_mode,
             decode_mode=stock.decode_cudagraph_manager.cudagraph_mode,
+            largest_graph=max(stock.vllm_config.compilation_config.cudagraph_capture_sizes or [0]),
+            max_num_seqs=stock.vllm_config.scheduler_config.max_num_seqs,
             decode_graphs=decode_graphs,
             fused=decode_graphs and adapter.refreshes_in_graph,
             one_graph=bool(graphs.find_phase_graphs()),
@@ -158,6 +162,11 @@ class Facts:
         }
         return sorted(behaviour for behaviour in self.ours if runs[behaviour])
 
+    @property
+    def requests_in_graphs(self) -> int:
+        """The most requests whose drafts a CUDA graph of the target verifies."""
+        return self.largest_graph // (1 + self.num_draft_tokens)
+
     def line(self) -> str:
         """The start-up line."""
         parts = [
@@ -189,6 +198,13 @@ class Facts:
             )
         elif self.asked_mode and self.num_draft_tokens > 1:
             yield from self._about_decode_graphs()
+        if self.target_mode and self.largest_graph and self.requests_in_graphs < self.max_num_seqs:
+            yield (
+                f"{METHOD} has the target verify the drafts of more than {self.requests_in_graphs} requests outside of "
+                f"CUDA graphs, as the largest of cudagraph_capture_sizes is {self.largest_graph}; "
+                f"max_cudagraph_capture_size={self.max_num_seqs * (1 + self.num_draft_tokens)} holds those of all "
+                f"{self.max_num_seqs} requests of max_num_seqs."
+            )
         if self.asks_dynamic and not self.dynamic and Behaviour.DYNAMIC_DRAFT_LENGTH in self.ours:
             yield (
                 f"{METHOD} drafts {self.num_draft_tokens} tokens whatever the batch size, as data-parallel ranks that "
