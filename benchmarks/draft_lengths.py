@@ -40,7 +40,7 @@ ACCEPTED = {
     "low": [0.45, 0.20, 0.08, 0.03, 0.01],
 }
 """Share of drafts accepted up to each position."""
-REQUESTS = {1: 8, 4: 32, 16: 80, 64: 160, 128: 200, 256: 320}
+REQUESTS = {1: 6, 4: 20, 16: 64, 64: 128, 128: 160, 256: 256}
 """By requests in flight: requests of a round, for some seconds each; as many as in flight for others."""
 OUTPUT_TOKENS = (64, 256)
 """Requests of one length would fall in step, and rounds differ by how many of their prefills share an iteration."""

@@ -412,16 +412,19 @@ def lengths_section() -> str:
         for one in run.draft_lengths
         if isinstance(one, Lengths)
     ]
+    known = any(one.chosen for _, one in found)
     rows = []
     for place, one in found:
         speeds = dict(one.tokens_per_second)
         auto = speeds.pop(AUTO)
         best = max(speeds, key=lambda name: speeds[name])
-        shares = [_share_of(one, best, auto / speeds[best]), _chosen(one, speeds), f"{auto / speeds['0']:.2f}"]
+        chosen = [_chosen(one, speeds)] if known else []
+        shares = [_share_of(one, best, auto / speeds[best]), *chosen, f"{auto / speeds['0']:.2f}"]
         cells = [f"{speed:.0f}" for speed in (*speeds.values(), auto)]
         rows.append([place, one.case, one.accepted, str(one.concurrency), *cells, *shares])
     held = list(dict.fromkeys(f"K={name}" for _, one in found for name in one.tokens_per_second if name != AUTO))
-    heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, f"{AUTO} / best", "chosen / best", f"{AUTO} / K=0"]
+    shares = [f"{AUTO} / best", *(["chosen / best"] if known else []), f"{AUTO} / K=0"]
+    heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, *shares]
     return _with_plots(_table(heads, rows, "---"), "lengths", Lengths) if rows else "Not measured yet."
 
 
