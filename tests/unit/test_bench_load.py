@@ -30,7 +30,8 @@ from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.report import LoadReport, draw, print_report, to_json
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Gain, Level, Load, LoadRound, LoadRow, Request
-from vllm_eagle_mrv2.cli.load.worker import LoadEngine, Served, read_round
+from vllm_eagle_mrv2.cli.load.worker import Counted, LoadEngine, Served, read_round, read_seconds_by_length
+from vllm_eagle_mrv2.telemetry.counters import BY_LENGTH, FOLDER_VARIABLE, DraftCounter
 
 H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
 CPU = Started(vllm_version="0.32.0", device="cpu", device_name="cpu")
@@ -517,6 +518,18 @@ def test_a_steady_time_in_which_nothing_ends() -> None:
     found = read_round([Served(0.0, [(9.0, 1), (10.0, 1)])], 9.5, 11.0, accepted_length=1.0, drafted_length=0.0)
     assert (found.num_tokens, found.tpot_p50_ms, found.ttft_p50_ms) == (1, 0, 0)
     assert read_round([], 3.0, 3.0, accepted_length=1.0, drafted_length=0.0).tokens_per_second == 0
+
+
+def test_how_long_each_number_was_drafted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since the round began, over all ranks."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert read_seconds_by_length() == []
+    ranks = [DraftCounter.of_rank(rank).slots for rank in (0, 1)]
+    ranks[0][BY_LENGTH.start + 3] = 9_000_000
+    before = Counted.now()
+    for slots in ranks:
+        slots[BY_LENGTH.start + 3] += 1_500_000
+    assert before.since()["seconds_by_length"] == [0, 0, 0, 3, 0, 0, 0]
 
 
 def test_the_gain_is_that_of_all_rounds() -> None:
