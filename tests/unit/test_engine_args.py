@@ -143,6 +143,47 @@ def test_options_reach_the_marker(models: dict[str, str]) -> None:
     assert settings.options == Options.model_validate(options)
 
 
+MIXED = {"eagle_mrv2": {"mixed_batch_graphs": True}}
+
+
+def test_batches_with_prefills_are_captured_where_the_user_asked(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    def record(original: Any) -> Any:
+        def post_init(self: VllmConfig, *args: Any) -> None:
+            asked.append(self.compilation_config.max_cudagraph_capture_size)
+            original(self, *args)
+
+        return post_init
+
+    monkeypatch.setattr(VllmConfig, "__post_init__", record(VllmConfig.__post_init__))
+    arguments = ask(models, additional_config=MIXED, max_num_batched_tokens=4096)
+    arguments.create_engine_config()
+    ask(models, additional_config=MIXED, max_num_batched_tokens=640).create_engine_config()
+    ask(models).create_engine_config()
+    arguments.create_engine_config()
+    assert asked == [2048, 640, None, 2048]
+    assert arguments.max_cudagraph_capture_size is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_cudagraph_capture_size": 512},
+        {"cudagraph_capture_sizes": [1, 2, 4]},
+        {"compilation_config": {"max_cudagraph_capture_size": 512}},
+        {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}},
+    ],
+    ids=str,
+)
+def test_captured_sizes_are_given_once(given: dict[str, Any], models: dict[str, str]) -> None:
+    ask(models, **given).create_engine_config()
+    with pytest.raises(EagleMRV2Error, match=r"mixed_batch_graphs.*says which are captured; leave one of them out\.$"):
+        ask(models, additional_config=MIXED, **given).create_engine_config()
+
+
 def test_an_eager_draft_reaches_the_marker_where_the_user_asked(models: dict[str, str]) -> None:
     """These engines are eager, and vLLM makes their drafts eager as well; that is not the user's word for the draft."""
     arguments = ask(models)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -35,6 +36,9 @@ from vllm_eagle_mrv2.patches.wrap import Function
 
 _V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _SET_BY_US = "01"  # vLLM reads it as 1, and it differs from a value that the user set
+_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+_MIXED_BATCH_TOKENS = 2048
+"""Tokens of the largest batch to capture with `mixed_batch_graphs`; larger ones keep the GPU busy by themselves."""
 
 
 # Wrappers
@@ -46,7 +50,7 @@ def translated_first(original: Function) -> Function:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = take_settings(self)
         _select_v2_by_environment(settings)
-        with _our_sentence_alone():
+        with _our_sentence_alone(), _mixed_batches_captured(self, settings):
             config = original(self, *args, **kwargs)
         if settings is not None and settings_of(config.speculative_config) is None:
             raise EagleMRV2Error(
@@ -164,6 +168,30 @@ def _our_sentence_alone() -> Iterator[None]:
             if isinstance(refusal, EagleMRV2Error):
                 raise refusal from None
         raise
+
+
+@contextlib.contextmanager
+def _mixed_batches_captured(engine_args: Any, settings: Settings | None) -> Iterator[None]:
+    """Ask for larger captured sizes meanwhile, if an engine's options say so (``mixed_batch_graphs``).
+
+    Raises:
+        EagleMRV2Error: the arguments say which sizes are captured.
+    """
+    if settings is None or not settings.options.mixed_batch_graphs:
+        yield
+        return
+    for name, arguments in itertools.product(_SIZES, (engine_args, engine_args.compilation_config)):
+        if (given := getattr(arguments, name)) is not None:
+            raise EagleMRV2Error(
+                f"mixed_batch_graphs of {METHOD} captures batches of up to {_MIXED_BATCH_TOKENS} tokens, and {name}="
+                f"{given} says which are captured; leave one of them out."
+            )
+    budget = engine_args.max_num_batched_tokens or _MIXED_BATCH_TOKENS
+    engine_args.max_cudagraph_capture_size = min(_MIXED_BATCH_TOKENS, budget)
+    try:
+        yield
+    finally:
+        engine_args.max_cudagraph_capture_size = None
 
 
 def refused_by_vllm(draft: str, family: Family, reason: str) -> EagleMRV2Error:
