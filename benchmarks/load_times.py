@@ -45,6 +45,8 @@ PAIR = "smollm2"
 KINDS = ("chat", "code", "editing", "prose")
 """Of the pair's prompts, in alphabetical order."""
 PROMPTS = 48
+PROMPT_TOKENS = (128, 1024)
+"""Fewest and most of a prompt for a shape."""
 """Of each kind, for the pair."""
 
 
@@ -159,7 +161,13 @@ def main() -> int:
         comparison = Variants(
             subject=pair_subject(options.pair)
             if options.pair
-            else shape_subject(Path(folder), options.shape, options.family, random_prompts((128, 1024))),
+            else shape_subject(
+                Path(folder),
+                options.shape,
+                options.family,
+                random_prompts(PROMPT_TOKENS),
+                max(options.concurrency) * Traffic().tokens_of_a_request(PROMPT_TOKENS),
+            ),
             before=options.before,
             options=options.option,
             stock_speculative=options.stock,

@@ -231,6 +231,13 @@ def test_shapes_are_taken_for_their_family(shape: Shape, family: str, tmp_path: 
     assert config["num_attention_heads"] * config["head_dim"] == config["hidden_size"]
 
 
+def test_a_shape_has_room_for_its_requests_in_flight(tmp_path: Path) -> None:
+    """Of 8B 33 layers with eight heads of 128 keys and as many values each, in two bytes."""
+    for tokens, room in ((0, 4 * 2**30), (100_000, 100_000 * 33 * 8 * 128 * 2 * 2)):
+        subject = shape_subject(tmp_path, Shape.b8, "eagle", [[1]], tokens)
+        assert subject.arguments["kv_cache_memory_bytes"] == room
+
+
 class FakeProcess:
     """Answers every batch with the same round, and notes that it was asked."""
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from vllm_eagle_mrv2.cli import app, draft_counters
 from vllm_eagle_mrv2.cli.bench import engines
 from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject
-from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
+from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY, Shape, kv_cache_bytes
 from vllm_eagle_mrv2.cli.bench.types import Job, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
@@ -197,6 +197,17 @@ def test_random_weights_accept_at_random(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (random.control, trained.control) == (False, True)
     assert {len(prompt) for prompt in random.subject.prompts} == {5, 6}
     assert (random.max_num_seqs, random.ignore_eos) == (64, True)
+
+
+@pytest.mark.parametrize(("load", "requests"), [(["--concurrency", "8", "200"], 200), (["--rate", "2"], 64)])
+def test_random_weights_have_room_for_all_requests(
+    load: list[str], requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 600 tokens and 100 on average."""
+    fakes = fake_engines(monkeypatch, taken(), taken())
+    run("--shape", "8b", "--prompt-tokens", "400", "800", "--output-tokens", "50", "150", *load)
+    (given,) = fakes.comparisons
+    assert given.subject.arguments["kv_cache_memory_bytes"] == kv_cache_bytes(Shape.b8, requests * 700)
 
 
 @pytest.mark.parametrize(("started", "given", "rounds"), [(H200, [], 15), (CPU, [], 2), (CPU, ["--rounds", "3"], 3)])

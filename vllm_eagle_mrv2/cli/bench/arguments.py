@@ -104,11 +104,13 @@ def subject_of(
     prompts: Path | None,
     max_model_len: int | None,
     shape_prompts: list[list[int]],
+    tokens_in_flight: int = 0,
 ) -> Subject:
     """The models that the options name.
 
     Args:
         shape_prompts: token ids of the prompts for random weights.
+        tokens_in_flight: for which a model with random weights has room.
 
     Raises:
         CommandError: options exclude each other, the prompts cannot be read, or the head has no known family.
@@ -119,7 +121,7 @@ def subject_of(
             raise CommandError("--shape has random weights: leave out --model, --draft and --prompts.", 2)
         if family is Family.mtp:
             raise CommandError("--shape has heads of the families eagle and eagle3 only.", 2)
-        made = shape_subject(folder, shape, (family or Family.eagle).value, shape_prompts)
+        made = shape_subject(folder, shape, (family or Family.eagle).value, shape_prompts, tokens_in_flight)
         made.arguments.update(length)
         return made
     texts = read_prompts(prompts) if prompts else load_prompts()

@@ -22,7 +22,7 @@ from rich.console import Console
 from vllm_eagle_mrv2.cli.bench import arguments
 from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, Engines
 from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, end, print_report, to_json, write
-from vllm_eagle_mrv2.cli.bench.shapes import token_prompts
+from vllm_eagle_mrv2.cli.bench.shapes import PROMPT_TOKENS, token_prompts
 from vllm_eagle_mrv2.cli.bench.types import Row
 from vllm_eagle_mrv2.cli.demo.pair import require_vllm
 from vllm_eagle_mrv2.cli.errors import CommandError, reported
@@ -86,7 +86,15 @@ def bench(
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
                 subject=arguments.subject_of(
-                    Path(folder), model, draft, family, shape, prompts, max_model_len, token_prompts(max(batch))
+                    Path(folder),
+                    model,
+                    draft,
+                    family,
+                    shape,
+                    prompts,
+                    max_model_len,
+                    token_prompts(max(batch)),
+                    max(batch) * (PROMPT_TOKENS + (tokens or _TOKENS)),
                 ),
                 against_ours=against is Against.ours,
                 options=arguments.method_options(option, names),

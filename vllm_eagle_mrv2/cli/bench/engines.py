@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli.bench.shapes import OWN_HEAD_PLUGIN, Shape, write_configs, write_own_head
+from vllm_eagle_mrv2.cli.bench.shapes import OWN_HEAD_PLUGIN, Shape, kv_cache_bytes, write_configs, write_own_head
 from vllm_eagle_mrv2.cli.bench.types import Batch, Job, Round, Row, Started
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
 from vllm_eagle_mrv2.cli.errors import CommandError
@@ -59,15 +59,21 @@ class Subject:
         return changed
 
 
-def shape_subject(folder: Path, shape: Shape, family: str, prompts: list[list[int]]) -> Subject:
-    """A subject with random weights in a published shape; its configurations are written into ``folder``."""
+def shape_subject(
+    folder: Path, shape: Shape, family: str, prompts: list[list[int]], tokens_in_flight: int = 0
+) -> Subject:
+    """A subject with random weights in a published shape; its configurations are written into ``folder``.
+
+    Args:
+        tokens_in_flight: of all requests at a time; the KV cache has room for them.
+    """
     target, draft = write_configs(folder, shape, family)
     arguments = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 4096,
         "max_num_batched_tokens": 4096,
-        FIXED_KV_CACHE: 4 * 2**30,
+        FIXED_KV_CACHE: max(4 * 2**30, kv_cache_bytes(shape, tokens_in_flight)),
     }
     title = f"shape {shape.value}, {family}, random weights"
     plugins = {OWN_HEAD_PLUGIN: write_own_head(folder / "plugins")} if family == "eagle3" else {}

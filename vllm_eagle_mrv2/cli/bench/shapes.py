@@ -11,6 +11,7 @@ VOCABULARY = 128256
 DRAFT_VOCABULARY = 32000
 """Size of an EAGLE-3 head's own draft vocabulary."""
 OWN_HEAD_PLUGIN = "eagle_mrv2_own_head"
+_KEYS_AND_VALUES, _BFLOAT16 = 2, 2
 
 
 class Shape(str, Enum):
@@ -47,6 +48,13 @@ _SHAPES: dict[Shape, dict[str, int]] = {
         "head_dim": 128,
     },
 }
+
+
+def kv_cache_bytes(shape: Shape, tokens: int) -> int:
+    """Bytes that the keys and values of so many tokens take, those of a target and of its one-layer head."""
+    config = _SHAPES[shape]
+    layers, row = config["num_hidden_layers"] + 1, config["num_key_value_heads"] * config["head_dim"]
+    return tokens * layers * row * _KEYS_AND_VALUES * _BFLOAT16
 
 
 def write_configs(folder: Path, shape: Shape, family: str) -> tuple[str, str]:

@@ -94,10 +94,20 @@ def bench_load(
         check_range("--output-tokens", *output_tokens)
         levels = [Level(concurrency=one) for one in concurrency or ([] if rate else [8])]
         levels += [Level(rate=one) for one in rate or []]
+        traffic = Traffic(output_tokens, temperature, top_p, requests)
+        in_flight = max(level.concurrency or MAX_NUM_SEQS for level in levels)
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
                 subject=arguments.subject_of(
-                    Path(folder), model, draft, family, shape, prompts, max_model_len, random_prompts(prompt_tokens)
+                    Path(folder),
+                    model,
+                    draft,
+                    family,
+                    shape,
+                    prompts,
+                    max_model_len,
+                    random_prompts(prompt_tokens),
+                    in_flight * traffic.tokens_of_a_request(prompt_tokens),
                 ),
                 options=arguments.method_options(option, []),
                 acceptance=shares,
@@ -110,7 +120,6 @@ def bench_load(
                 baseline=baseline,
                 worker=WORKER,
             )
-            traffic = Traffic(output_tokens, temperature, top_p, requests)
             with progress(errors, live=not verbose, quiet=False) as track:
                 report = _run(comparison, k, levels, traffic, rounds, track)
     _show(report, context.params, json_output, plot)

@@ -30,6 +30,10 @@ class Traffic:
     prompts: Sequence[int] = ()
     """Places among the subject's prompts of those that take turns; none for all of them."""
 
+    def tokens_of_a_request(self, prompt_tokens: tuple[int, int]) -> int:
+        """The tokens of an average request at its end, given the fewest and the most of a prompt."""
+        return round(sum(prompt_tokens) / 2 + sum(self.output_tokens) / 2)
+
     def requests_of(self, level: Level) -> int:
         """How many requests of a round of a level count."""
         if level.rate is not None:
