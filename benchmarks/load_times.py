@@ -45,9 +45,9 @@ PAIR = "smollm2"
 KINDS = ("chat", "code", "editing", "prose")
 """Of the pair's prompts, in alphabetical order."""
 PROMPTS = 48
+"""Of each kind, for the pair."""
 PROMPT_TOKENS = (128, 1024)
 """Fewest and most of a prompt for a shape."""
-"""Of each kind, for the pair."""
 
 
 def pair_subject(folder: Path) -> Subject:

@@ -423,8 +423,8 @@ def lengths_section() -> str:
         cells = [f"{speed:.0f}" for speed in (*speeds.values(), auto)]
         rows.append([place, one.case, one.accepted, str(one.concurrency), *cells, *shares])
     held = list(dict.fromkeys(f"K={name}" for _, one in found for name in one.tokens_per_second if name != AUTO))
-    shares = [f"{AUTO} / best", *(["chosen / best"] if known else []), f"{AUTO} / K=0"]
-    heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, *shares]
+    ratios = [f"{AUTO} / best", *(["chosen / best"] if known else []), f"{AUTO} / K=0"]
+    heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, *ratios]
     return _with_plots(_table(heads, rows, "---"), "lengths", Lengths) if rows else "Not measured yet."
 
 

@@ -90,8 +90,8 @@ class Workload:
             `Extra` of each, [kinds, 3].
         """
         more = made / self._made[: self._iterations].mean()
-        prefilled = self._prefilled[: self._iterations, None]
-        shares = np.stack(np.broadcast_arrays(prefilled > 0, prefilled > free)).mean(1)
+        prefilled = self._prefilled[: self._iterations, None, None]
+        shares = (prefilled > np.stack([np.zeros_like(free), free])).mean(0)
         some, large = 1.0 - (1.0 - np.minimum(shares, _SHARE_AT_MOST)) ** more
         return np.stack([some, np.where(free < 0, 1.0, large), more * prefilled.mean()], axis=1)
 

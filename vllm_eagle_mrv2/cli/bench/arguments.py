@@ -7,7 +7,7 @@ import json
 import platform
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -95,6 +95,15 @@ def method_options(text: str, disable: list[str]) -> dict[str, Any]:
     return options
 
 
+class ShapeRequests(NamedTuple):
+    """What a model with random weights is asked for."""
+
+    prompts: list[list[int]]
+    """Token ids."""
+    tokens_in_flight: int = 0
+    """Of all requests at a time; the KV cache has room for them."""
+
+
 def subject_of(
     folder: Path,
     model: str | None,
@@ -103,14 +112,12 @@ def subject_of(
     shape: Shape | None,
     prompts: Path | None,
     max_model_len: int | None,
-    shape_prompts: list[list[int]],
-    tokens_in_flight: int = 0,
+    of_shape: ShapeRequests,
 ) -> Subject:
     """The models that the options name.
 
     Args:
-        shape_prompts: token ids of the prompts for random weights.
-        tokens_in_flight: for which a model with random weights has room.
+        of_shape: requests for random weights.
 
     Raises:
         CommandError: options exclude each other, the prompts cannot be read, or the head has no known family.
@@ -121,7 +128,7 @@ def subject_of(
             raise CommandError("--shape has random weights: leave out --model, --draft and --prompts.", 2)
         if family is Family.mtp:
             raise CommandError("--shape has heads of the families eagle and eagle3 only.", 2)
-        made = shape_subject(folder, shape, (family or Family.eagle).value, shape_prompts, tokens_in_flight)
+        made = shape_subject(folder, shape, (family or Family.eagle).value, *of_shape)
         made.arguments.update(length)
         return made
     texts = read_prompts(prompts) if prompts else load_prompts()

@@ -83,18 +83,12 @@ def bench(
         names = [one.value for one in disable or []]
         if against is Against.ours and not names:
             raise CommandError("--against ours needs --disable, the behaviours that the other engine lacks.", 2)
+        most = max(batch)
+        of_shape = arguments.ShapeRequests(token_prompts(most), most * (PROMPT_TOKENS + (tokens or _TOKENS)))
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
                 subject=arguments.subject_of(
-                    Path(folder),
-                    model,
-                    draft,
-                    family,
-                    shape,
-                    prompts,
-                    max_model_len,
-                    token_prompts(max(batch)),
-                    max(batch) * (PROMPT_TOKENS + (tokens or _TOKENS)),
+                    Path(folder), model, draft, family, shape, prompts, max_model_len, of_shape
                 ),
                 against_ours=against is Against.ours,
                 options=arguments.method_options(option, names),

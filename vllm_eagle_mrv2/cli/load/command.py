@@ -95,19 +95,14 @@ def bench_load(
         levels = [Level(concurrency=one) for one in concurrency or ([] if rate else [8])]
         levels += [Level(rate=one) for one in rate or []]
         traffic = Traffic(output_tokens, temperature, top_p, requests)
-        in_flight = max(level.concurrency or MAX_NUM_SEQS for level in levels)
+        most = max(level.concurrency or MAX_NUM_SEQS for level in levels)
+        of_shape = arguments.ShapeRequests(
+            random_prompts(prompt_tokens), most * traffic.tokens_of_a_request(prompt_tokens)
+        )
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
                 subject=arguments.subject_of(
-                    Path(folder),
-                    model,
-                    draft,
-                    family,
-                    shape,
-                    prompts,
-                    max_model_len,
-                    random_prompts(prompt_tokens),
-                    in_flight * traffic.tokens_of_a_request(prompt_tokens),
+                    Path(folder), model, draft, family, shape, prompts, max_model_len, of_shape
                 ),
                 options=arguments.method_options(option, []),
                 acceptance=shares,

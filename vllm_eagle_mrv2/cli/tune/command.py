@@ -91,9 +91,8 @@ def tune(
         check_range("--prompt-tokens", *prompt_tokens)
         check_range("--output-tokens", *output_tokens)
         with tempfile.TemporaryDirectory() as folder:
-            subject = arguments.subject_of(
-                Path(folder), model, draft, family, shape, prompts, max_model_len, random_prompts(prompt_tokens)
-            )
+            of_shape = arguments.ShapeRequests(random_prompts(prompt_tokens))
+            subject = arguments.subject_of(Path(folder), model, draft, family, shape, prompts, max_model_len, of_shape)
             if shape is not None:
                 del subject.arguments[FIXED_KV_CACHE]  # the only engine takes what its requests in flight need
             setup = Setup(
