@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
-from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY, Shape, token_prompts
+from vllm_eagle_mrv2.cli.bench.shapes import PROMPT_TOKENS, VOCABULARY, Shape, token_prompts
 from vllm_eagle_mrv2.cli.bench.types import Row
 from vllm_eagle_mrv2.cli.errors import CommandError
 
@@ -110,7 +110,9 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     status = 0
     with tempfile.TemporaryDirectory() as folder:
-        subject = shape_subject(Path(folder), options.shape, options.family, token_prompts(max(options.batch)))
+        most = max(options.batch)
+        tokens = most * (PROMPT_TOKENS + options.tokens)
+        subject = shape_subject(Path(folder), options.shape, options.family, token_prompts(most), tokens)
         comparison = Comparison(
             subject=subject,
             against_ours=bool(options.disable),

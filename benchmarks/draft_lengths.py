@@ -29,7 +29,7 @@ from changing_load import BIN_S, Changes, Courses, Phase
 from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Engines, Setup, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.traffic import Traffic, random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
 from vllm_eagle_mrv2.cli.tune.settings import SETTLES_S, measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
@@ -127,7 +127,7 @@ def main() -> int:
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
-        subject = shape_subject(Path(folder), options.shape, options.family, random_prompts((128, 1024)))
+        subject = shape_subject(Path(folder), options.shape, options.family, random_prompts(USUAL_PROMPTS))
         del subject.arguments[FIXED_KV_CACHE]  # the only engine takes what its requests in flight need
         setup = Setup(
             subject=subject,

@@ -49,7 +49,7 @@ from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, shape_su
 from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.engine_process import environment
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
-from vllm_eagle_mrv2.cli.load.traffic import random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, random_prompts
 from vllm_eagle_mrv2.config.method import METHOD
 
 MARKER = "spin_kernel"
@@ -266,8 +266,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     record_capture(found)
     record_compilations(found["compiled_s"])
     with tempfile.TemporaryDirectory() as folder:
-        prompts = random_prompts((128, 1024))[: 4 * options.batch] if options.mixed else token_prompts(options.batch)
-        subject = shape_subject(Path(folder), options.shape, options.family, prompts)
+        prompts = random_prompts(USUAL_PROMPTS)[: 4 * options.batch] if options.mixed else token_prompts(options.batch)
+        tokens = sum(len(prompt) + options.tokens for prompt in prompts[: options.batch])
+        subject = shape_subject(Path(folder), options.shape, options.family, prompts, tokens)
         sys.path[:0] = subject.plugins.values()
         comparison = Comparison(
             subject=subject,

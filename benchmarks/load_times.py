@@ -37,7 +37,7 @@ from vllm_eagle_mrv2.cli.bench.types import Job
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.config.method import METHOD
 
@@ -46,8 +46,6 @@ KINDS = ("chat", "code", "editing", "prose")
 """Of the pair's prompts, in alphabetical order."""
 PROMPTS = 48
 """Of each kind, for the pair."""
-PROMPT_TOKENS = (128, 1024)
-"""Fewest and most of a prompt for a shape."""
 
 
 def pair_subject(folder: Path) -> Subject:
@@ -165,8 +163,8 @@ def main() -> int:
                 Path(folder),
                 options.shape,
                 options.family,
-                random_prompts(PROMPT_TOKENS),
-                max(options.concurrency) * Traffic().tokens_of_a_request(PROMPT_TOKENS),
+                random_prompts(USUAL_PROMPTS),
+                max(options.concurrency) * Traffic().tokens_of_a_request(USUAL_PROMPTS),
             ),
             before=options.before,
             options=options.option,

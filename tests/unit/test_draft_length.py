@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import pytest
 
+from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength, Gain, Trial, group_of, requests_of
 from vllm_eagle_mrv2.draft_length.times import Extra, Iteration, Times, Workload
@@ -501,7 +502,7 @@ class Engine:
     rates: Callable[[float], tuple[float, ...]]
     length: int | None = None
     seed: int = 0
-    prompts: tuple[int, int] = (128, 1024)
+    prompts: tuple[int, int] = USUAL_PROMPTS
     now: float = 0.0
     made: list[tuple[float, int]] = field(default_factory=list)  # when, tokens
     verified: list[int] = field(default_factory=list)  # of each iteration

@@ -34,7 +34,7 @@ from vllm_eagle_mrv2.cli.load.arguments import (
     shares_of,
 )
 from vllm_eagle_mrv2.cli.load.report import PLAIN_WIDTH, LoadReport, draw, print_report, to_json
-from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.cli.progress import Track, progress
 
@@ -62,7 +62,7 @@ def bench_load(
         int | None,
         typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4; 30 s at a rate)."),
     ] = None,
-    prompt_tokens: PromptTokens = (128, 1024),
+    prompt_tokens: PromptTokens = USUAL_PROMPTS,
     output_tokens: OutputTokens = (64, 256),
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,

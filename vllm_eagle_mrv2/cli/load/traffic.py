@@ -15,6 +15,8 @@ _FEWEST, _FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 4, 12, 30
 _FEWEST_TO_MEASURE = 3  # at a rate: one before, one whose end is measured, one that ends the round when it is sent
 _SPECIAL_TOKENS = 10
 _PROMPTS = 256
+USUAL_PROMPTS = (128, 1024)
+"""Fewest and most tokens of a random prompt, unless the user says otherwise."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from vllm_eagle_mrv2.cli.load.arguments import (
     shares_of,
 )
 from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.traffic import Traffic, random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
 from vllm_eagle_mrv2.cli.progress import Track, progress
 from vllm_eagle_mrv2.cli.tune.report import PLAIN_WIDTH, TuneReport, draw, print_report, to_json
 from vllm_eagle_mrv2.cli.tune.settings import measure
@@ -64,7 +64,7 @@ def tune(
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4).")
     ] = None,
-    prompt_tokens: PromptTokens = (128, 1024),
+    prompt_tokens: PromptTokens = USUAL_PROMPTS,
     output_tokens: OutputTokens = (64, 256),
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
