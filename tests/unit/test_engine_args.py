@@ -35,6 +35,7 @@ pytest.importorskip("vllm")
 register()
 
 import vllm  # noqa: E402
+from vllm.config.compilation import CUDAGraphMode  # noqa: E402
 from vllm.config.speculative import SpeculativeConfig  # noqa: E402
 from vllm.config.vllm import VllmConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs  # noqa: E402
@@ -143,45 +144,47 @@ def test_options_reach_the_marker(models: dict[str, str]) -> None:
     assert settings.options == Options.model_validate(options)
 
 
-MIXED = {"eagle_mrv2": {"mixed_batch_graphs": True}}
+def captured(
+    models: dict[str, str],
+    method: str = "eagle_mrv2",
+    sizes: list[int] | None = None,
+    most: int | None = None,
+    **given: Any,
+) -> list[int]:
+    """What vLLM would capture on a GPU, given ``cudagraph_capture_sizes`` or ``max_cudagraph_capture_size``."""
+    config = ask(models, method, **given).create_engine_config()
+    compilation = config.compilation_config
+    config.model_config.enforce_eager = False
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, most
+    config._set_cudagraph_sizes()
+    assert compilation.max_cudagraph_capture_size == compilation.cudagraph_capture_sizes[-1]
+    return list(compilation.cudagraph_capture_sizes)
 
 
-def test_batches_with_prefills_are_captured_where_the_user_asked(
-    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int | None] = []
-
-    def record(original: Any) -> Any:
-        def post_init(self: VllmConfig, *args: Any) -> None:
-            asked.append(self.compilation_config.max_cudagraph_capture_size)
-            original(self, *args)
-
-        return post_init
-
-    monkeypatch.setattr(VllmConfig, "__post_init__", record(VllmConfig.__post_init__))
-    arguments = ask(models, additional_config=MIXED, max_num_batched_tokens=4096)
-    arguments.create_engine_config()
-    ask(models, additional_config=MIXED, max_num_batched_tokens=640).create_engine_config()
-    ask(models).create_engine_config()
-    arguments.create_engine_config()
-    assert asked == [2048, 640, None, 2048]
-    assert arguments.max_cudagraph_capture_size is None
+@pytest.mark.parametrize("most_requests", [1, 7, 256])
+def test_batches_with_prefills_are_captured(most_requests: int, models: dict[str, str]) -> None:
+    """vLLM's own choice of sizes stays, and is gone on with."""
+    for budget, largest in ((8192, 2048), (2048, 2048), (1000, 992), (640, 640)):
+        given: dict[str, Any] = {"max_num_seqs": most_requests, "max_num_batched_tokens": budget}
+        stocks, ours = captured(models, "eagle", **given), captured(models, **given)
+        assert ours[: len(stocks)] == stocks
+        assert stocks[-1] <= 512
+        assert ours[-1] == largest
+        assert set(range(512, largest + 1, 16)) <= set(ours)
+        assert len(ours) == len(set(ours))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"max_cudagraph_capture_size": 512},
-        {"cudagraph_capture_sizes": [1, 2, 4]},
-        {"compilation_config": {"max_cudagraph_capture_size": 512}},
-        {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}},
-    ],
-    ids=str,
-)
-def test_captured_sizes_are_given_once(given: dict[str, Any], models: dict[str, str]) -> None:
-    ask(models, **given).create_engine_config()
-    with pytest.raises(EagleMRV2Error, match=r"mixed_batch_graphs.*says which are captured; leave one of them out\.$"):
-        ask(models, additional_config=MIXED, **given).create_engine_config()
+def test_captured_sizes_that_the_user_gives_stay(models: dict[str, str]) -> None:
+    given: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    assert captured(models, sizes=[1, 2, 4], **given) == [1, 2, 4]
+    assert captured(models, most=64, **given) == captured(models, "eagle", most=64, **given)
+    assert captured(models, most=64, **given)[-1] == 64
+
+
+def test_a_small_budget_of_tokens_captures_no_more_than_vllm_does(models: dict[str, str]) -> None:
+    given: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 500}
+    assert captured(models, **given) == captured(models, "eagle", **given)
 
 
 def test_an_eager_draft_reaches_the_marker_where_the_user_asked(models: dict[str, str]) -> None:

@@ -44,6 +44,7 @@ FAST = Facts(
     prefill_mode=BOTH,
     decode_mode=DECODE_ONLY,
     largest_graph=256,
+    graphs_pay_up_to=2048,
     max_num_seqs=64,
     decode_graphs=True,
     fused=True,
@@ -127,14 +128,17 @@ def test_what_is_active(changed: dict[str, Any], active: set[Behaviour]) -> None
 def test_the_line() -> None:
     slow = facts(**ON_A_CPU, disable={Behaviour.TWO_STAGE_ARGMAX})
     start = "drafts on vLLM 0.26.0: adapter v0_26, family eagle, K=3"
-    modes = "draft prefill graphs {}, draft decode graphs {}, draft logits none, greedy, active beyond this release: {}"
+    modes = (
+        "draft prefill graphs {}, draft decode graphs {}{}, draft logits none, greedy, active beyond this release: {}"
+    )
     few = "decode_metadata_rebuild, target_metadata_reuse, disabled: two_stage_argmax"
-    assert slow.line().endswith(f"{start}, {modes.format('NONE', 'NONE', few)}")
+    assert slow.line().endswith(f"{start}, {modes.format('NONE', 'NONE', '', few)}")
+    up_to = ", graphs up to 256 tokens"
     several = ", ".join(sorted(ALWAYS | IN_GRAPHS | KERNELS))
-    assert facts().line().endswith(f"{start}, {modes.format(BOTH.name, DECODE_ONLY.name, several)}")
+    assert facts().line().endswith(f"{start}, {modes.format(BOTH.name, DECODE_ONLY.name, up_to, several)}")
     # A mode for whose graphs there is no size is none.
     no_size = dataclasses.replace(facts(decode_graphs=False), ours=frozenset())
-    assert no_size.line().endswith(modes.format(BOTH.name, "NONE", "nothing"))
+    assert no_size.line().endswith(modes.format(BOTH.name, "NONE", up_to, "nothing"))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +157,8 @@ def test_the_line() -> None:
         ({**BY_BUILDERS, "context_parallel": 2}, "under decode context parallelism"),
         ({"max_num_seqs": 65}, "of more than 64 requests outside of CUDA graphs, as the largest of cudagraph_capture"),
         ({"max_num_seqs": 65, "target_mode": NONE}, None),
+        ({"max_num_seqs": 65, "graphs_pay_up_to": 256}, None),
+        ({"max_num_seqs": 1024, "largest_graph": 2048}, None),
         ({"largest_graph": 0}, None),
         ({"why_constant": "they wait; do that"}, "does not choose the number of draft tokens, as they wait; do that"),
         ({"fused": False, "disable": {Behaviour.FUSED_DRAFT_DECODE}}, None),  # as asked

@@ -42,10 +42,6 @@ class Options(BaseModel):
         default="constant",
         description="draft num_speculative_tokens always, or choose up to so many at run time, none included",
     )
-    mixed_batch_graphs: bool = Field(
-        default=False,
-        description="capture batches with prefills in CUDA graphs, too, of up to 2,048 tokens instead of 512",
-    )
     lookup_drafts: bool = Field(
         default=False,
         description="where a request's text repeats itself, draft the tokens that followed before",
@@ -108,6 +104,6 @@ def _known() -> str:
     behaviours = ", ".join(behaviour.value for behaviour in Behaviour if behaviour in SWITCHES)
     return (
         f"disable (a list of: {behaviours}), draft_logits_dtype (float32 or head), "
-        'draft_vocab ({"size": NUMBER, "ranking": PATH}), draft_quantization (fp8), draft_length (constant or auto), '
-        "mixed_batch_graphs (true or false) and lookup_drafts (true or false)"
+        'draft_vocab ({"size": NUMBER, "ranking": PATH}), draft_quantization (fp8), draft_length (constant or auto) '
+        "and lookup_drafts (true or false)"
     )

@@ -122,6 +122,14 @@ PATCHES: tuple[Patch, ...] = (
         "Model Runner V2 as the only runner",
     ),
     Patch(
+        "vllm.config.vllm:VllmConfig._set_cudagraph_sizes",
+        f"{_HERE}.engine_args:prefills_captured",
+        Scope.PLUGIN,
+        "captures batches of up to 2,048 tokens for an engine with eagle_mrv2, unless the user gives sizes",
+        "vLLM captures up to 512, and the GPU waits for the launch of larger batches",
+        "larger captured sizes by default",
+    ),
+    Patch(
         f"{_GPU}.spec_decode:init_speculator",
         f"{_HERE}.engine_args:our_speculator",
         Scope.PLUGIN,

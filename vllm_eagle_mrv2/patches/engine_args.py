@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -13,7 +12,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from vllm_eagle_mrv2 import __version__
-from vllm_eagle_mrv2.config import kill_switch, one_model
+from vllm_eagle_mrv2.config import captured_sizes, kill_switch, one_model
 from vllm_eagle_mrv2.config.checkpoints import Reader, check_weights
 from vllm_eagle_mrv2.config.draft_config import fit_to_target
 from vllm_eagle_mrv2.config.families import Family
@@ -36,9 +35,6 @@ from vllm_eagle_mrv2.patches.wrap import Function
 
 _V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _SET_BY_US = "01"  # vLLM reads it as 1, and it differs from a value that the user set
-_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-_MIXED_BATCH_TOKENS = 2048
-"""Tokens of the largest batch to capture with `mixed_batch_graphs`; larger ones keep the GPU busy by themselves."""
 
 
 # Wrappers
@@ -50,7 +46,7 @@ def translated_first(original: Function) -> Function:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = take_settings(self)
         _select_v2_by_environment(settings)
-        with _our_sentence_alone(), _mixed_batches_captured(self, settings):
+        with _our_sentence_alone():
             config = original(self, *args, **kwargs)
         if settings is not None and settings_of(config.speculative_config) is None:
             raise EagleMRV2Error(
@@ -137,6 +133,22 @@ def limits_in_our_words(original: Function) -> Function:
     return validate
 
 
+def prefills_captured(original: Function) -> Function:
+    """Wrap ``VllmConfig._set_cudagraph_sizes``: to vLLM's own choice it adds larger sizes (`config.captured_sizes`)."""
+
+    def set_cudagraph_sizes(self: Any) -> None:
+        compilation = self.compilation_config
+        given = compilation.cudagraph_capture_sizes or compilation.max_cudagraph_capture_size
+        original(self)
+        sizes = compilation.cudagraph_capture_sizes
+        if given or not sizes or settings_of(self.speculative_config) is None:
+            return
+        sizes += captured_sizes.beyond(sizes[-1], self.scheduler_config.max_num_batched_tokens)
+        compilation.max_cudagraph_capture_size = sizes[-1]
+
+    return set_cudagraph_sizes
+
+
 def our_speculator(original: Function) -> Function:
     """Wrap ``init_speculator``: it makes this package's speculator for a configuration with settings, and marks it."""
 
@@ -168,30 +180,6 @@ def _our_sentence_alone() -> Iterator[None]:
             if isinstance(refusal, EagleMRV2Error):
                 raise refusal from None
         raise
-
-
-@contextlib.contextmanager
-def _mixed_batches_captured(engine_args: Any, settings: Settings | None) -> Iterator[None]:
-    """Ask for larger captured sizes meanwhile, if an engine's options say so (``mixed_batch_graphs``).
-
-    Raises:
-        EagleMRV2Error: the arguments say which sizes are captured.
-    """
-    if settings is None or not settings.options.mixed_batch_graphs:
-        yield
-        return
-    for name, arguments in itertools.product(_SIZES, (engine_args, engine_args.compilation_config)):
-        if (given := getattr(arguments, name)) is not None:
-            raise EagleMRV2Error(
-                f"mixed_batch_graphs of {METHOD} captures batches of up to {_MIXED_BATCH_TOKENS} tokens, and {name}="
-                f"{given} says which are captured; leave one of them out."
-            )
-    budget = engine_args.max_num_batched_tokens or _MIXED_BATCH_TOKENS
-    engine_args.max_cudagraph_capture_size = min(_MIXED_BATCH_TOKENS, budget)
-    try:
-        yield
-    finally:
-        engine_args.max_cudagraph_capture_size = None
 
 
 def refused_by_vllm(draft: str, family: Family, reason: str) -> EagleMRV2Error:

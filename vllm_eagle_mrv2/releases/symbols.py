@@ -152,6 +152,11 @@ EVERYWHERE: tuple[Symbol, ...] = (
         "vllm.config.vllm", "VllmConfig.use_v2_model_runner", why="wrapped to select Model Runner V2", releases=">=0.22"
     ),
     Symbol("vllm.config.vllm", "VllmConfig._validate_v2_model_runner", (), why="wrapped to refuse in our words"),
+    Symbol("vllm.config.vllm", "VllmConfig._set_cudagraph_sizes", (), why="wrapped to capture batches with prefills"),
+    *(
+        Symbol("vllm.config.compilation", f"CompilationConfig.{name}", why="larger ones are added there")
+        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    ),
     Symbol(
         "vllm.config.vllm",
         "VllmConfig._get_v2_model_runner_unsupported_features",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_eagle_mrv2 import __version__
+from vllm_eagle_mrv2.config import captured_sizes
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.draft_lengths import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.config.method import METHOD, Settings
@@ -44,6 +45,7 @@ class Facts:
     prefill_mode: Any
     decode_mode: Any
     largest_graph: int  # tokens; 0 without any
+    graphs_pay_up_to: int  # tokens
     max_num_seqs: int
 
     decode_graphs: bool  # draft decodes have graphs
@@ -102,6 +104,7 @@ class Facts:
             prefill_mode=stock.prefill_cudagraph_manager.cudagraph_mode,
             decode_mode=stock.decode_cudagraph_manager.cudagraph_mode,
             largest_graph=max(stock.vllm_config.compilation_config.cudagraph_capture_sizes or [0]),
+            graphs_pay_up_to=captured_sizes.largest(stock.vllm_config.scheduler_config.max_num_batched_tokens),
             max_num_seqs=stock.vllm_config.scheduler_config.max_num_seqs,
             decode_graphs=decode_graphs,
             fused=decode_graphs and adapter.refreshes_in_graph,
@@ -162,11 +165,6 @@ class Facts:
         }
         return sorted(behaviour for behaviour in self.ours if runs[behaviour])
 
-    @property
-    def requests_in_graphs(self) -> int:
-        """The most requests whose drafts a CUDA graph of the target verifies."""
-        return self.largest_graph // (1 + self.num_draft_tokens)
-
     def line(self) -> str:
         """The start-up line."""
         parts = [
@@ -177,6 +175,8 @@ class Facts:
             f"draft decode graphs {self.decode_mode.name if self.decode_graphs else 'NONE'}",
             f"draft logits {self.draft_logits or 'none, greedy'}",
         ]
+        if self.target_mode and self.largest_graph:
+            parts.insert(-1, f"graphs up to {self.largest_graph} tokens")
         if self.draft_vocab is not None:
             parts.append(f"draft vocabulary {self.draft_vocab}")
         if self.draft_weights is not None:
@@ -198,12 +198,13 @@ class Facts:
             )
         elif self.asked_mode and self.num_draft_tokens > 1:
             yield from self._about_decode_graphs()
-        if self.target_mode and self.largest_graph and self.requests_in_graphs < self.max_num_seqs:
+        query_len = 1 + self.num_draft_tokens
+        worth = min(self.max_num_seqs * query_len, self.graphs_pay_up_to)
+        if self.target_mode and 0 < self.largest_graph < worth:
             yield (
-                f"{METHOD} has the target verify the drafts of more than {self.requests_in_graphs} requests outside of "
-                f"CUDA graphs, as the largest of cudagraph_capture_sizes is {self.largest_graph}; "
-                f"max_cudagraph_capture_size={self.max_num_seqs * (1 + self.num_draft_tokens)} holds those of all "
-                f"{self.max_num_seqs} requests of max_num_seqs."
+                f"{METHOD} has the target verify the drafts of more than {self.largest_graph // query_len} requests "
+                f"outside of CUDA graphs, as the largest of cudagraph_capture_sizes is {self.largest_graph}; give no "
+                f"sizes, or max_cudagraph_capture_size={worth}."
             )
         if self.asks_dynamic and not self.dynamic and Behaviour.DYNAMIC_DRAFT_LENGTH in self.ours:
             yield (

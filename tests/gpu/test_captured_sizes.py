@@ -1,4 +1,4 @@
-"""``mixed_batch_graphs`` on a GPU: batches with prefills have CUDA graphs, and the output stays the same."""
+"""Captured sizes on a GPU: batches with prefills have CUDA graphs, and the output stays the same."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def outputs(**arguments: Any) -> tuple[int, list[list[int]]]:
 
 
 def test_batches_with_prefills_have_graphs() -> None:
-    without, expected = outputs()
-    largest, found = outputs(options={"mixed_batch_graphs": True})
-    assert without <= 512
+    without, expected = outputs(max_cudagraph_capture_size=512)
+    largest, found = outputs()
+    assert without == 512
     assert largest == 2048
     # The target's logits depend on the shape of its batch, so that two tokens that nearly tie may change places.
     assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 6
