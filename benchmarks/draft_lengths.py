@@ -29,8 +29,8 @@ from changing_load import BIN_S, Changes, Courses, Phase
 from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Engines, Setup, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
-from vllm_eagle_mrv2.cli.tune.settings import SETTLES_S, measure
+from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, USUAL_PROMPTS, Traffic, random_prompts
+from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 

@@ -8,6 +8,7 @@ Prints one JSON object per number of requests in flight: the figures of both eng
 stock in tokens a second: over all rounds, and the lowest and highest of a round.  ``--control`` starts a second engine
 with stock's method and adds how far it is from the first.  ``--setting TEXT`` records what is special about a line.
 ``--variant SETTING OPTIONS`` starts a further engine of eagle_mrv2, with these options too, and has lines of its own.
+``--most N`` has engines of eagle_mrv2 choose up to N draft tokens, beside stock with ``--steps`` of them, or none.
 
 ``--pair`` measures SmolLM2 with its head, as ``python -m vllm_eagle_mrv2_smollm2 --out FOLDER`` makes them, on prompts
 that the head was not trained on; answers end where the model ends them.  It needs ``PYTHONPATH=tools``.
@@ -37,7 +38,7 @@ from vllm_eagle_mrv2.cli.bench.types import Job
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, USUAL_PROMPTS, Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.config.method import METHOD
 
@@ -78,6 +79,8 @@ class Variants(Comparison):
 
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name -> options beside those of all."""
+    most: int | None = None
+    """``num_speculative_tokens`` of eagle_mrv2, where it is not that of stock."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,8 +89,13 @@ class Variants(Comparison):
 
     def jobs(self, k: int) -> tuple[Job, ...]:
         """The jobs of the engines."""
-        ours = f"{METHOD}:{self.subject.family}"
-        return (*super().jobs(k), *(self.job(k, ours, self.options | more) for more in self.variants.values()))
+        ours, most = f"{METHOD}:{self.subject.family}", self.most or k
+        further = [self.job(most, ours, self.options | more) for more in self.variants.values()]
+        against, *rest = super().jobs(most)
+        if k != most:
+            stocks = self.job(k, self.subject.family, {}, self.stock_speculative)
+            against = stocks if k else against.model_copy(update={"speculative_config": None})
+        return (against, *rest, *further)
 
 
 def lines_of(row: LoadRow, kind: str, options: argparse.Namespace, version: str) -> Iterator[dict[str, Any]]:
@@ -118,7 +126,8 @@ def setting_of(name: str | None, kind: str, options: argparse.Namespace) -> dict
     """What is special about a line, if anything is."""
     sampled = options.temperature and f"temperature {options.temperature:g}, top_p {options.top_p:g}"
     accepted = options.accepted and f"{options.accepted} acceptance"
-    setting = ", ".join(filter(None, [kind if kind != "all" else None, accepted, name, sampled]))
+    chosen = options.most and f"auto up to K={options.most}"
+    setting = ", ".join(filter(None, [kind if kind != "all" else None, accepted, name, chosen, sampled]))
     return {"setting": setting} if setting else {}
 
 
@@ -129,7 +138,10 @@ def main() -> int:
     parser.add_argument("--pair", type=Path, metavar="FOLDER", help="SmolLM2 and its head, in place of a shape")
     parser.add_argument("--kinds", nargs="+", default=["all"], choices=("all", *KINDS), help="of the pair's prompts")
     parser.add_argument("--family", choices=("eagle", "eagle3"), default="eagle")
-    parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--steps", type=int, default=3, help="num_speculative_tokens; 0: stock without speculation")
+    parser.add_argument(
+        "--most", type=int, help="num_speculative_tokens of eagle_mrv2, which chooses how many it drafts"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
@@ -151,6 +163,12 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.pair:
         options.family = "eagle3"
+    if options.most:
+        options.option["draft_length"] = "auto"
+    elif not options.steps:
+        parser.error("--steps 0 takes --most")
+    if options.most and (options.control or options.before):
+        parser.error("--most excludes --control and --before")
     requests = options.requests if len(options.requests) > 1 else options.requests * len(options.concurrency)
     if len(requests) != len(options.concurrency):
         parser.error("--requests takes one number, or one for each of --concurrency")
@@ -178,6 +196,7 @@ def main() -> int:
             baseline=options.baseline,
             worker=WORKER,
             variants={name: json.loads(more) for name, more in options.variant},
+            most=options.most,
         )
         try:
             with comparison.engines(options.steps) as engines, turn(options.together):
@@ -188,7 +207,9 @@ def main() -> int:
                         requests=requests,
                         prompts=places_of(kind, comparison.subject),
                     )
-                    row = measure(engines, Level(concurrency=concurrency), traffic, options.rounds)
+                    settles_s = SETTLES_S if comparison.chooses_length else 0.0
+                    level = Level(concurrency=concurrency)
+                    row = measure(engines, level, traffic, options.rounds, settles_s=settles_s)
                     for line in lines_of(row, kind, options, engines.started.vllm_version):
                         print(json.dumps(line), flush=True)
         except CommandError as error:

@@ -431,7 +431,7 @@ def lengths_section() -> str:
 def _share_of(one: Lengths, best: str, share: float) -> str:
     """The share of the best number, and its standard error, if rounds tell: each has the same requests for all."""
     rounds = [one.rounds.get(name, []) for name in (AUTO, best)]
-    ratios = [own / others for (own, _), (others, _) in zip(*rounds, strict=True)]
+    ratios = [own / others for (own, _), (others, _) in zip(*rounds, strict=False)]
     if len(ratios) < 2:
         return f"{share:.2f}"
     return f"{share:.2f} ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.2f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import statistics
 import time
@@ -25,10 +26,11 @@ from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY, Shape, kv_cache_bytes
 from vllm_eagle_mrv2.cli.bench.types import Job, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.load import command, traffic
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.report import LoadReport, draw, print_report, to_json
-from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Gain, Level, Load, LoadRound, LoadRow, Request
 from vllm_eagle_mrv2.cli.load.worker import Counted, LoadEngine, Served, read_round, read_seconds_by_length
 from vllm_eagle_mrv2.telemetry.counters import BY_LENGTH, FOLDER_VARIABLE, DraftCounter
@@ -345,6 +347,34 @@ def test_three_engines_take_turns() -> None:
     assert [load.fills for load in loads[::3]] == [True, False, False, False]
     assert measured == LoadRow(k=2, level=Level(concurrency=2), names=names, rounds=[[one] * 3 for one in answers])
     assert done == [1, 2, 3]
+
+
+def test_engines_have_time_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many seconds each, of requests that do not count."""
+    asked: list[tuple[str, Load]] = []
+    clock = itertools.count()
+    monkeypatch.setattr(traffic, "monotonic", lambda: float(next(clock)))
+    measured = measure(live(2, ("a", "b"), fast(100, 200), asked, H200), EIGHT, Traffic(), 1, settles_s=1.5)
+    filling, *settling = [load for _, load in asked[:-2]]
+    assert filling.fills
+    assert len(settling) == 1 + 2 * 2
+    assert not any(load.fills for load in settling[1:])
+    assert all(load.requests != settling[-1].requests for _, load in asked[-2:])
+    assert [len(rounds) for rounds in measured.rounds] == [1, 1]
+
+
+@pytest.mark.parametrize(("option", "settles_s"), [("{}", 0.0), ('{"draft_length": "auto"}', SETTLES_S)])
+def test_the_own_choice_has_time_to_settle(option: str, settles_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_engines(monkeypatch, taken(), taken())
+    given: list[float] = []
+
+    def note(*arguments: Any) -> LoadRow:
+        given.append(arguments[-1])
+        return measure(*arguments[:-1])
+
+    monkeypatch.setattr(command, "measure", note)
+    run("--option", option)
+    assert given == [settles_s]
 
 
 class FakeEngine:

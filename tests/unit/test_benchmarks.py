@@ -121,6 +121,7 @@ PLAIN_LOAD: dict[str, Any] = {
     "setting": None,
     "temperature": 0.0,
     "top_p": 1.0,
+    "most": None,
 }
 
 
@@ -131,6 +132,7 @@ PLAIN_LOAD: dict[str, Any] = {
         ("all", {"temperature": 0.7}, "temperature 0.7, top_p 1"),
         ("all", {"setting": "FP8", "temperature": 1.0, "top_p": 0.9}, "FP8, temperature 1, top_p 0.9"),
         ("editing", {"accepted": "low"}, "editing, low acceptance"),
+        ("all", {"accepted": "low", "most": 5}, "low acceptance, auto up to K=5"),
     ],
 )
 def test_what_is_special_about_a_load(kind: str, given: dict[str, Any], setting: str) -> None:
@@ -200,6 +202,25 @@ def test_variants_are_further_engines_of_ours() -> None:
     given = [job.overrides.get("additional_config", {}).get("eagle_mrv2") for job in compared.jobs(3)]
     assert given == [None, None, {"lookup_drafts": True}, {"lookup_drafts": True, "draft_quantization": "fp8"}]
     assert [job.method for job in compared.jobs(3)] == ["eagle3", "eagle3", "eagle_mrv2:eagle3", "eagle_mrv2:eagle3"]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_ours_may_draft_more_than_stock(k: int) -> None:
+    load_times = script("load_times")
+    subject = load_times.Subject("", "target", "head", "eagle3", [[1]], {})
+    acceptance = [0.5, 0.4, 0.3, 0.2, 0.1]
+    compared = load_times.Variants(
+        subject=subject, acceptance=acceptance, options={"draft_length": "auto"}, variants={"FP8": {}}, most=5
+    )
+    stocks, *ours = (job.speculative_config for job in compared.jobs(k))
+    for config in ours:
+        assert (config["num_speculative_tokens"], config["synthetic_acceptance_rates"]) == (5, acceptance)
+        assert config["method"] == "eagle_mrv2:eagle3"
+    if k:
+        assert (stocks["num_speculative_tokens"], stocks["synthetic_acceptance_rates"]) == (k, acceptance[:k])
+        assert stocks["method"] == "eagle3"
+    else:
+        assert stocks is None
 
 
 def test_what_the_host_does_in_an_iteration() -> None:

@@ -166,21 +166,31 @@ def test_the_own_choice_settles_before_rounds_count(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_setting_has_the_same_requests_in_turn() -> None:
-    engine, done = FakeEngine(lambda in_flight, held: 10 if held is None else held), list[int]()
+    engine, done = FakeEngine(lambda in_flight, held: 100 if held is None else 95 + held), list[int]()
     found = measure(engine.live(5), 4, Traffic(), 3, done.append)
     filling, *asked = engine.asked
     assert filling.fills
     assert not any(load.fills for load in asked)
     numbers = [0, 1, 2, 3, 5, None]
-    assert [load.draft_length for load in asked] == [*numbers[::-1], *numbers, *numbers[::-1]]
+    assert [load.draft_length for load in asked] == [*numbers[::-1], *numbers[::-1], *numbers]
     requests = [load.requests for load in asked]
     for number in range(3):
         assert all(one == requests[6 * number] for one in requests[6 * number : 6 * number + 6])
     assert len({load.model_dump_json() for load in asked}) == 3 * 6
     assert {load.concurrency for load in engine.asked} == {found.concurrency} == {4}
-    assert found.speeds == {0: 0, 1: 1, 2: 2, 3: 3, 5: 5, AUTO: 10}
+    assert found.speeds == {0: 95, 1: 96, 2: 97, 3: 98, 5: 100, AUTO: 100}
     assert {len(rounds) for rounds in found.rounds.values()} == {3}
     assert done == [1, 2, 3]
+
+
+def test_numbers_that_are_far_behind_have_one_round() -> None:
+    engine, done = FakeEngine(lambda in_flight, held: {0: 50, 1: 89, 2: 90, 3: 100, None: 70}[held]), list[int]()
+    found = measure(engine.live(3), 4, Traffic(), 3, done.append)
+    assert {setting: len(rounds) for setting, rounds in found.rounds.items()} == {0: 1, 1: 1, 2: 3, 3: 3, AUTO: 3}
+    assert done == [1, 2, 3]
+    # The first load is made faster than the others: by 70 / 50 with the engine's own choice.
+    rounds = found.rounds | {AUTO: [taken(70), taken(40), taken(40)], 3: [taken(100), taken(60), taken(50)]}
+    assert TuneRow(concurrency=4, rounds=rounds).speeds == {0: 50 * 5 / 7, 1: 89 * 5 / 7, 2: 90, 3: 70, AUTO: 50}
 
 
 @pytest.mark.parametrize(("drafted", "held"), [(2.0, False), (2.6, True), (3.0, True)])

@@ -72,7 +72,7 @@ def shape_subject(
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 4096,
-        "max_num_batched_tokens": 4096,
+        "max_num_batched_tokens": 8192,  # as vLLM serves on an H100 or H200
         FIXED_KV_CACHE: max(4 * 2**30, kv_cache_bytes(shape, tokens_in_flight)),
     }
     title = f"shape {shape.value}, {family}, random weights"
@@ -97,6 +97,11 @@ class Setup:
     verbose: bool = False
     worker: str = "vllm_eagle_mrv2.cli.bench.worker"
     """The module that an engine's process runs."""
+
+    @property
+    def chooses_length(self) -> bool:
+        """Whether the engine chooses the number of draft tokens at run time."""
+        return self.options.get("draft_length") == "auto"
 
     @property
     def names(self) -> tuple[str, ...]:

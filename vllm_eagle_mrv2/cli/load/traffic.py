@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 from vllm_eagle_mrv2.cli.bench.engines import Engines
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
@@ -15,6 +16,8 @@ _FEWEST, _FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 4, 12, 30
 _FEWEST_TO_MEASURE = 3  # at a rate: one before, one whose end is measured, one that ends the round when it is sent
 _SPECIAL_TOKENS = 10
 _PROMPTS = 256
+SETTLES_S = 5.0
+"""Seconds that an engine's own choice of the number of draft tokens has to settle."""
 USUAL_PROMPTS = (128, 1024)
 """Fewest and most tokens of a random prompt, unless the user says otherwise."""
 
@@ -88,15 +91,26 @@ def random_prompts(tokens: tuple[int, int]) -> list[list[int]]:
 
 
 def measure(
-    engines: Engines, level: Level, traffic: Traffic, rounds: int, on_round: Callable[[int], None] = lambda done: None
+    engines: Engines,
+    level: Level,
+    traffic: Traffic,
+    rounds: int,
+    on_round: Callable[[int], None] = lambda done: None,
+    settles_s: float = 0.0,
 ) -> LoadRow:
     """Measure live engines at a level of load, in turn, after one round that does not count.
+
+    Args:
+        settles_s: seconds for which each engine has rounds that do not count either.
 
     Raises:
         CommandError: an engine failed.
     """
     engines.in_turn([traffic.load(level, seed=0)])
-    loads = [traffic.load(level, seed, fills=False) for seed in range(1, rounds + 1)]
+    first, *loads = (traffic.load(level, seed, fills=False) for seed in range(rounds + 1))
+    settled = monotonic() + settles_s * len(engines.processes)
+    while monotonic() < settled:
+        engines.in_turn([first])
     taken = engines.in_turn(loads, on_round)
     measured = [[LoadRound.model_validate(one) for one in answers] for answers in taken]
     return LoadRow(k=engines.k, level=level, names=engines.names, rounds=measured)

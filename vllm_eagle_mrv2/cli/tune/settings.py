@@ -11,13 +11,13 @@ from pydantic import BaseModel
 from vllm_eagle_mrv2.cli.bench.engines import Engines, in_turn
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.traffic import Traffic
+from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, Traffic
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRound
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
-SETTLES_S = 5.0
-"""Seconds that the engine's own choice has to settle; it learns nothing while a number is held."""
+BEHIND = 0.9
+"""A number of draft tokens that makes less than this share of the best in the first round is far behind."""
 
 
 def measure(
@@ -29,21 +29,27 @@ def measure(
 ) -> TuneRow:
     """Measure a live engine with every setting, in turn, once the engine's own choice has settled.
 
-    The engine is filled once; a setting takes over the requests in flight from the one before it.
+    The engine is filled once; a setting takes over the requests in flight from the one before it.  A number that is far
+    behind in the first round has no more.
 
     Raises:
         CommandError: the engine failed, or drafts other numbers than those asked for.
     """
     (process,) = engines.processes
     settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
-    asked = [functools.partial(_ask, process, setting) for setting in settings]
+    asked = {setting: functools.partial(_ask, process, setting) for setting in settings}
     level = Level(concurrency=concurrency)
     process.ask(traffic.load(level, seed=0))
-    first, *loads = (traffic.load(level, seed, fills=False) for seed in range(1, rounds + 2))
-    settled = monotonic() + SETTLES_S
+    settling, *loads = (traffic.load(level, seed, fills=False) for seed in range(1, rounds + 2))
+    settled = monotonic() + SETTLES_S  # it learns nothing while a number is held
     while monotonic() < settled:
-        _ask(process, AUTO, first)
-    taken = dict(zip(settings, in_turn(asked, loads, on_round), strict=True))
+        _ask(process, AUTO, settling)
+    taken = dict(zip(settings, in_turn(list(asked.values()), loads[:1], on_round), strict=True))
+    first = TuneRow(concurrency=concurrency, rounds=taken)
+    ahead = [one for one in settings if one == AUTO or first.speeds[one] >= BEHIND * first.speeds[first.best]]
+    further = in_turn([asked[one] for one in ahead], loads[1:], lambda done: on_round(1 + done))
+    for setting, more in zip(ahead, further, strict=True):
+        taken[setting] += more
     _check_held(taken)
     return TuneRow(concurrency=concurrency, rounds=taken)
 

@@ -23,11 +23,20 @@ class TuneRow(BaseModel):
 
     concurrency: int
     rounds: dict[Setting, list[LoadRound]]
+    """Of the same loads, of which the engine's own choice has all, and a number of draft tokens the first so many."""
 
     @property
     def speeds(self) -> dict[Setting, float]:
-        """Tokens a second of each setting."""
-        return {setting: throughput(rounds) for setting, rounds in self.rounds.items()}
+        """Tokens a second of each setting; with fewer loads, what it would make of all if it keeps pace with `AUTO`."""
+        auto = self.rounds[AUTO]
+
+        def share_of_all(loads: int) -> float:
+            return throughput(auto) / (throughput(auto[:loads]) or 1.0)
+
+        return {
+            setting: throughput(rounds) * (share_of_all(len(rounds)) if len(rounds) < len(auto) else 1.0)
+            for setting, rounds in self.rounds.items()
+        }
 
     @property
     def best(self) -> int:
