@@ -412,6 +412,10 @@ class FakeEngine:
     async def resume_generation(self) -> None:
         self.running.set()
 
+    def shutdown(self) -> None:
+        assert not self.live
+        self.dead = True
+
 
 Live = tuple[LoadEngine, FakeEngine]
 
@@ -429,8 +433,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     job = Job(model="x", speculative_config=None, arguments={}, overrides={}, prompts=[[5], [7, 8]], ignore_eos=True)
     engine = LoadEngine(job)
     yield engine, fake
-    engine._loop.run_until_complete(engine._drop())
-    engine._loop.close()
+    engine.end()
 
 
 def load_of(*max_tokens: int, concurrency: int | None = 2, fills: bool = False, every: float = 0.0) -> Load:
@@ -439,6 +442,17 @@ def load_of(*max_tokens: int, concurrency: int | None = 2, fills: bool = False, 
         for place, tokens in enumerate(max_tokens)
     ]
     return Load(requests=requests, concurrency=concurrency, temperature=0.5, top_p=0.9, fills=fills)
+
+
+def test_an_engine_ends_with_its_requests(served: Live) -> None:
+    engine, fake = served
+    engine.measure(load_of(90, 90, 90, fills=True))
+    slots = engine._slots
+    assert fake.live
+    for _ in range(2):
+        engine.end()
+        assert fake.dead
+        assert all(slot.cancelled() for slot in slots)
 
 
 def test_what_a_request_asks_for(served: Live) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import sys
 import time
@@ -96,12 +97,22 @@ class LoadEngine:
         self._served: list[Served] = []
         self._held: int | None = None
         self.started = started()
+        atexit.register(self.end)
 
     @staticmethod
     async def _start(job: Job) -> Any:
         import vllm
 
         return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**engine_arguments(job)))
+
+    def end(self) -> None:
+        """End the requests in flight and the engine, whose tasks would otherwise outlive their loop and say so."""
+        if self._loop.is_closed():
+            return
+        self._loop.run_until_complete(self._drop())
+        self._engine.shutdown()
+        self._loop.run_until_complete(asyncio.sleep(0))  # for the task that shutdown has cancelled
+        self._loop.close()
 
     def measure(self, load: Load) -> LoadRound:
         """Serve the requests of a load."""
