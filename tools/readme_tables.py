@@ -138,7 +138,6 @@ class Lengths(Measured):
     accepted: Literal["high", "middle", "low"]
     concurrency: int
     tokens_per_second: dict[str, float]
-    auto_drafts: list[float] = []
     rounds: dict[str, list[tuple[float, float]]] = {}
     chosen: dict[str, float] = {}
     """Seconds of the rounds of `AUTO` by number of draft tokens."""

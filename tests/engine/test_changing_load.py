@@ -58,9 +58,10 @@ def test_a_line_has_every_round(lengths: ModuleType, live: Engines, monkeypatch:
     assert list(line["rounds"]) == list(line["tokens_per_second"]) == ["0", "1", "2", "auto"]
     for setting, rounds in line["rounds"].items():
         speeds = [speed for speed, _ in rounds]
-        assert len(speeds) == 2
-        assert min(speeds) <= line["tokens_per_second"][setting] <= max(speeds)
-    assert [round(drafts) for _, drafts in line["rounds"]["2"]] == [2, 2]
+        if len(speeds) == 2:  # what is far behind has one round
+            assert min(speeds) <= line["tokens_per_second"][setting] <= max(speeds)
+    assert len(line["rounds"]["auto"]) == 2
+    assert {round(drafts) for _, drafts in line["rounds"]["2"]} == {2}
     assert list(line["chosen"]) == ["0", "1", "2"]
     assert sum(line["chosen"].values()) > 0
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import itertools
 import json
+import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -28,11 +29,20 @@ from vllm_eagle_mrv2.cli.bench.types import Job, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load import command, traffic
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
+from vllm_eagle_mrv2.cli.load.balance import (
+    Seen,
+    Served,
+    balanced,
+    iterations,
+    prompts_per_token,
+    seconds_per_prompt_token,
+    usual_seconds,
+)
 from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.report import LoadReport, draw, print_report, to_json
 from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Gain, Level, Load, LoadRound, LoadRow, Request
-from vllm_eagle_mrv2.cli.load.worker import Counted, LoadEngine, Served, read_round, read_seconds_by_length
+from vllm_eagle_mrv2.cli.load.worker import Counted, LoadEngine, read_round, read_seconds_by_length
 from vllm_eagle_mrv2.telemetry.counters import BY_LENGTH, FOLDER_VARIABLE, DraftCounter
 
 H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
@@ -396,7 +406,8 @@ class FakeEngine:
                 if self.dead:
                     raise RuntimeError("the engine died")
                 await asyncio.sleep(self.step)
-                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)])
+                ids = [1, 2] if isinstance(prompt, str) else prompt["prompt_token_ids"]
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)], prompt_token_ids=ids)
         except asyncio.CancelledError:
             self.aborted += 1
             raise
@@ -573,6 +584,60 @@ def test_a_steady_time_in_which_nothing_ends() -> None:
     found = read_round([Served(0.0, [(9.0, 1), (10.0, 1)])], 9.5, 11.0, accepted_length=1.0, drafted_length=0.0)
     assert (found.num_tokens, found.tpot_p50_ms, found.ttft_p50_ms) == (1, 0, 0)
     assert read_round([], 3.0, 3.0, accepted_length=1.0, drafted_length=0.0).tokens_per_second == 0
+
+
+# Balance
+
+
+def test_iterations_are_told_by_their_outputs() -> None:
+    """A request has one output of each; what was sent after an iteration is none of its requests."""
+    first = Served(0.0, [(1.0, 1), (2.0, 3), (3.0, 2)], prompt_tokens=50)
+    second = Served(0.0, [(2.001, 1), (3.001, 2)], prompt_tokens=70)
+    third = Served(0.0, [(0.5, 1), (1.001, 1)], ended=True, prompt_tokens=90)  # the first output was before
+    fourth = Served(3.002, [(4.0, 1)], prompt_tokens=20)
+    assert iterations([first, second, third, fourth], 0.9, 4.0) == [(1.0, 50), (2.0, 70), (3.0, 0), (4.0, 20)]
+    assert iterations([first], 3.0, 9.0) == []
+    one_after_the_other = [Served(at, [(at + 0.5, 1), (at + 0.9, 1)], prompt_tokens=8) for at in (0.0, 0.95)]
+    assert iterations(one_after_the_other, 0.0, 9.0) == [(0.5, 8), (0.9, 0), (1.45, 8), (1.85, 0)]
+
+
+def test_what_a_prompt_token_takes() -> None:
+    """Half of it is found in the iteration before."""
+    draw = random.Random(0)
+    prompts = [draw.choice((0, 0, 100, 500)) for _ in range(200)]
+    at, seen = 0.0, []
+    for own, after in pairwise(prompts):
+        at += 0.01 + 10e-6 * (own + after) + draw.gauss(0.0, 0.001)
+        seen.append(Seen(at, own))
+    assert seconds_per_prompt_token(seen) == pytest.approx(20e-6, rel=0.05)
+    steady = [Seen(0.1 * number, 300) for number in range(200)]
+    assert seconds_per_prompt_token(steady) == pytest.approx(0.0, abs=1e-9), "nothing tells"
+    assert seconds_per_prompt_token(seen[:19]) == 0
+    shorter = [Seen(one.at - 30e-6 * sum(prompts[: place + 1]), one.prompt_tokens) for place, one in enumerate(seen)]
+    assert seconds_per_prompt_token(shorter) == 0
+
+
+def test_a_round_has_the_prompts_that_its_outputs_call_for() -> None:
+    """Three rounds at one pace: 1000 tokens take a second, and a prompt token a millisecond."""
+    rounds = [
+        taken(tokens, seconds=0.001 * (tokens + prompts), prompt_tokens=prompts, seconds_per_prompt_token=seconds)
+        for tokens, prompts, seconds in ((1000, 2000, 0.001), (1000, 3000, 0.001), (2000, 3000, 0.9))
+    ]
+    assert usual_seconds(rounds) == 0.001
+    assert prompts_per_token(rounds) == 2
+    assert [one.owed_s for one in balanced(rounds, 2, 0.001)] == pytest.approx([0, -1, 1])
+    assert [one.tokens_per_second for one in balanced(rounds, 2, 0.001)] == pytest.approx([1000 / 3] * 3)
+    assert [one.owed_s for one in balanced(rounds, 2, 9.0)] == pytest.approx([0, -2, 2.5])  # at most a half
+    assert balanced([empty()], prompts_per_token([empty()]), 0.001) == [empty()]
+
+
+@pytest.mark.parametrize(
+    ("level", "speeds"), [(EIGHT, [200 / 2.25, 200 / 1.75]), (Level(rate=2.0), [100, 100])], ids=str
+)
+def test_only_a_closed_loop_is_balanced(level: Level, speeds: list[float]) -> None:
+    answers = [taken(prompt_tokens=prompts, seconds_per_prompt_token=0.005) for prompts in (100, 200)]
+    measured = measure(live(2, ("a", "b"), answers, [], H200), level, Traffic(), 3)
+    assert [measured.figures(engine)["tokens_per_second"] for engine in (0, 1)] == pytest.approx(speeds)
 
 
 def test_how_long_each_number_was_drafted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

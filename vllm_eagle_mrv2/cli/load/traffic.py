@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from time import monotonic
 
 from vllm_eagle_mrv2.cli.bench.engines import Engines
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
+from vllm_eagle_mrv2.cli.load.balance import balanced, prompts_per_token, usual_seconds
 from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request
 
 _FEWEST, _FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 4, 12, 30
@@ -113,4 +115,7 @@ def measure(
         engines.in_turn([first])
     taken = engines.in_turn(loads, on_round)
     measured = [[LoadRound.model_validate(one) for one in answers] for answers in taken]
+    if level.concurrency is not None:
+        called_for = prompts_per_token(itertools.chain.from_iterable(measured))
+        measured = [balanced(rounds, called_for, usual_seconds(rounds)) for rounds in measured]
     return LoadRow(k=engines.k, level=level, names=engines.names, rounds=measured)

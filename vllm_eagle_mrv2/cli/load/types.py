@@ -74,12 +74,18 @@ class LoadRound(BaseModel):
     """Drafts that one verification of a request verifies, 0 where nothing was drafted; over the whole round."""
     seconds_by_length: list[float] = []
     """Seconds of its iterations by number of drafts, for each number that the engine chooses from."""
+    prompt_tokens: int = 0
+    """Of the requests whose first output came in the round."""
+    seconds_per_prompt_token: float = 0.0
+    """By how much each of them lengthened the round."""
+    owed_s: float = 0.0
+    """Seconds by which the round would have been longer with as many prompts as its outputs call for (`balance`)."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second, over all requests."""
-        return self.num_tokens / self.seconds if self.seconds else 0.0
+        """Generated tokens per second, over all requests, with as many prompts as they call for."""
+        return throughput([self])
 
 
 def throughput(rounds: Sequence[LoadRound]) -> float:
@@ -87,7 +93,7 @@ def throughput(rounds: Sequence[LoadRound]) -> float:
 
     Rounds differ in their requests, and where one ends moves by an iteration; over all of them both even out.
     """
-    seconds = sum(one.seconds for one in rounds)
+    seconds = sum(one.seconds + one.owed_s for one in rounds)
     return sum(one.num_tokens for one in rounds) / seconds if seconds else 0.0
 
 

@@ -8,7 +8,6 @@ import itertools
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,21 +15,13 @@ from vllm_eagle_mrv2.cli.bench.types import Job
 from vllm_eagle_mrv2.cli.bench.worker import Worker, engine_arguments, percentile, started
 from vllm_eagle_mrv2.cli.draft_counters import Counters, counted_since, read_counters
 from vllm_eagle_mrv2.cli.engine_process import serve
+from vllm_eagle_mrv2.cli.load.balance import Served, iterations, seconds_per_prompt_token
 from vllm_eagle_mrv2.cli.load.types import Load, LoadRound, Request
 from vllm_eagle_mrv2.telemetry.counters import hold, read_counts
 
 _SETTLING = 4
 """Outputs of a request after which its drafts are as many as are asked for: when the number changes, one iteration or
 two have been scheduled with the old one, and the next verifies what those drafted."""
-
-
-@dataclass
-class Served:
-    """When a request was sent, its outputs, (time in seconds, new tokens), and whether these are all."""
-
-    sent: float
-    outputs: list[tuple[float, int]] = field(default_factory=list)
-    ended: bool = False
 
 
 class Clock:
@@ -211,6 +202,7 @@ class LoadEngine:
         self._served.append(one)
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         async for output in self._engine.generate(given, params, str(next(self._numbers))):
+            one.prompt_tokens = len(output.prompt_token_ids or ())
             new = len(output.outputs[0].token_ids)
             if new:
                 one.outputs.append((self._clock.now(), new))
@@ -230,6 +222,7 @@ def read_round(served: Sequence[Served], begins: float, ends: float, **counted: 
     gaps = [now - then for one in served for (then, _), (now, _) in pairwise(one.outputs) if begins < now <= ends]
     firsts = [one.outputs[0][0] - one.sent for one in served if one.outputs and begins < one.outputs[0][0] <= ends]
     ended = [one for one in served if one.ended and len(one.outputs) > 1 and begins < one.outputs[-1][0] <= ends]
+    seen = iterations(served, begins, ends)
     return LoadRound(
         seconds=ends - begins,
         num_tokens=sum(new for _, new in steady),
@@ -237,6 +230,8 @@ def read_round(served: Sequence[Served], begins: float, ends: float, **counted: 
         ttft_p99_ms=percentile(firsts, 99) * 1e3,
         tpot_p50_ms=percentile([time_per_output_token(one) for one in ended], 50) * 1e3,
         gap_p99_ms=percentile(gaps, 99) * 1e3,
+        prompt_tokens=sum(one.prompt_tokens for one in seen),
+        seconds_per_prompt_token=seconds_per_prompt_token(seen),
         **counted,
     )
 
