@@ -27,7 +27,7 @@ from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY, Shape, kv_cache_bytes
 from vllm_eagle_mrv2.cli.bench.types import Job, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load import command, traffic
+from vllm_eagle_mrv2.cli.load import command, traffic, worker
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.balance import (
     Seen,
@@ -485,6 +485,7 @@ def test_each_request_that_ends_is_replaced(served: Live) -> None:
     engine, fake = served
     first = engine.measure(load_of(10, 30, 30, 5, 5, fills=True))
     assert fake.in_flight == [1, 2, 2, 2, 2]
+    assert 0 < first.prompt_tokens < 8
     assert 10 < first.num_tokens < 60  # not the ten of the first request, nor what is still to come
     assert (fake.live, fake.pauses) == (2, 1)
     second = engine.measure(load_of(7, 7))
@@ -578,6 +579,17 @@ def test_what_came_outside_of_the_round_counts_for_nothing() -> None:
     assert found.tpot_p50_ms == pytest.approx(700)  # 5 tokens in 3.5 s; the other that ended took longer
     assert found.gap_p99_ms == 2000
     assert (found.accepted_length, found.drafted_length) == (2, 3)
+
+
+def test_a_round_knows_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "seconds_per_prompt_token", len)
+    requests = [
+        Served(0.0, [(1.0, 1), (2.0, 1), (3.0, 1)], prompt_tokens=5),
+        Served(1.5, [(2.0, 1), (3.0, 1)], prompt_tokens=7),
+        Served(2.5, [(4.0, 1)], prompt_tokens=9),
+    ]
+    found = read_round(requests, 1.5, 4.0, accepted_length=1.0, drafted_length=0.0)
+    assert (found.prompt_tokens, found.seconds_per_prompt_token) == (7 + 9, 3)
 
 
 def test_a_steady_time_in_which_nothing_ends() -> None:

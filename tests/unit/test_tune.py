@@ -193,6 +193,22 @@ def test_numbers_that_are_far_behind_have_one_round() -> None:
     assert TuneRow(concurrency=4, rounds=rounds).speeds == {0: 50 * 5 / 7, 1: 89 * 5 / 7, 2: 90, 3: 70, AUTO: 50}
 
 
+def test_rounds_are_compared_with_the_prompts_that_they_call_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without drafts this engine prefills nothing, and is faster for it."""
+    engine = FakeEngine()
+
+    def ask(load: Load) -> Any:
+        tokens, prompts = (100, 0) if load.draft_length == 0 else (80, 200)
+        made = taken(tokens, load.draft_length or 0)
+        return made.model_copy(update={"prompt_tokens": prompts, "seconds_per_prompt_token": 0.0025}).model_dump()
+
+    monkeypatch.setattr(engine, "ask", ask)
+    found = measure(engine.live(1), 4, Traffic(), 3)
+    assert {setting: len(rounds) for setting, rounds in found.rounds.items()} == {0: 1, 1: 3, AUTO: 3}
+    assert found.best == 1
+    assert found.speeds[0] < 0.9 * found.speeds[1] == 0.9 * found.speeds[AUTO]
+
+
 @pytest.mark.parametrize(("drafted", "held"), [(2.0, False), (2.6, True), (3.0, True)])
 def test_an_engine_that_drafts_another_number(drafted: float, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()

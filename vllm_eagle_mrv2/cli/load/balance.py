@@ -9,7 +9,7 @@ So a round's time can be corrected to what its outputs take together with as man
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -75,13 +75,13 @@ def seconds_per_prompt_token(seen: Sequence[Seen]) -> float:
     return max(float(each.sum()), 0.0)
 
 
-def prompts_per_token(rounds: Iterable[LoadRound]) -> float:
+def prompts_per_token(rounds: Sequence[LoadRound]) -> float:
     """The prompt tokens that each generated token calls for, by all rounds."""
-    prompts, tokens = (sum(each) for each in zip(*((one.prompt_tokens, one.num_tokens) for one in rounds), strict=True))
-    return prompts / tokens if tokens else 0.0
+    tokens = sum(one.num_tokens for one in rounds)
+    return sum(one.prompt_tokens for one in rounds) / tokens if tokens else 0.0
 
 
-def usual_seconds(rounds: Iterable[LoadRound]) -> float:
+def usual_seconds(rounds: Sequence[LoadRound]) -> float:
     """The seconds that a prompt token usually takes in the rounds of an engine."""
     return statistics.median(one.seconds_per_prompt_token for one in rounds)
 

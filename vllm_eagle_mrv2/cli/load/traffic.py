@@ -116,6 +116,6 @@ def measure(
     taken = engines.in_turn(loads, on_round)
     measured = [[LoadRound.model_validate(one) for one in answers] for answers in taken]
     if level.concurrency is not None:
-        called_for = prompts_per_token(itertools.chain.from_iterable(measured))
+        called_for = prompts_per_token(list(itertools.chain.from_iterable(measured)))
         measured = [balanced(rounds, called_for, usual_seconds(rounds)) for rounds in measured]
     return LoadRow(k=engines.k, level=level, names=engines.names, rounds=measured)
