@@ -584,7 +584,7 @@ def test_what_came_outside_of_the_round_counts_for_nothing() -> None:
 def test_a_round_knows_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "seconds_per_prompt_token", len)
     requests = [
-        Served(0.0, [(1.0, 1), (2.0, 1), (3.0, 1)], prompt_tokens=5),
+        Served(0.0, [(1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1)], prompt_tokens=5),
         Served(1.5, [(2.0, 1), (3.0, 1)], prompt_tokens=7),
         Served(2.5, [(4.0, 1)], prompt_tokens=9),
     ]
