@@ -16,9 +16,9 @@ from pydantic import BaseModel, RootModel
 
 from vllm_eagle_mrv2.cli.bench.worker import Worker
 from vllm_eagle_mrv2.cli.engine_process import serve
-from vllm_eagle_mrv2.cli.load.traffic import Traffic
+from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, Traffic
 from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, Request
-from vllm_eagle_mrv2.cli.load.worker import LoadEngine
+from vllm_eagle_mrv2.cli.load.worker import Counted, LoadEngine, read_round
 from vllm_eagle_mrv2.telemetry.counters import hold, read_counts
 
 BIN_S = 0.5
@@ -48,6 +48,8 @@ class Course(BaseModel):
     tokens_per_second: list[float]
     draft_length: list[int]
     """Drafts per request in the latest batch of the time."""
+    settled: LoadRound
+    """All from `SETTLES_S` after the phase's begin on."""
 
 
 class Courses(BaseModel):
@@ -114,19 +116,22 @@ class ChangingEngine(LoadEngine):
             await self._generate(*next(requests))
 
     async def _course(self, seconds: float) -> Course:
-        begins, lengths = self._clock.now(), []
+        begins, lengths, before = self._clock.now(), [], Counted.now()
         for number in range(1, round(seconds / BIN_S) + 1):
             await asyncio.sleep(begins + number * BIN_S - self._clock.now())
             for slot in self._slots:
                 if slot.done():
                     slot.result()
             lengths.append(max((counts.draft_length for _, counts in read_counts()), default=0))
+            if number * BIN_S == SETTLES_S:
+                before = Counted.now()
         tokens = [0] * len(lengths)
         for one in self._served:
             for at, new in one.outputs:
                 if 0 <= (place := int((at - begins) / BIN_S)) < len(tokens):
                     tokens[place] += new
-        return Course(tokens_per_second=[count / BIN_S for count in tokens], draft_length=lengths)
+        settled = read_round(self._served, begins + min(SETTLES_S, seconds), begins + seconds, **before.since())
+        return Course(tokens_per_second=[count / BIN_S for count in tokens], draft_length=lengths, settled=settled)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import changing_load
-from changing_load import BIN_S, Changes, Courses, Phase
+from changing_load import Changes, Courses, Phase
 
 from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Engines, Setup, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, USUAL_PROMPTS, Traffic, random_prompts
+from vllm_eagle_mrv2.cli.load.balance import balanced, prompts_per_token, usual_seconds
+from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
@@ -54,10 +55,14 @@ def changes(seconds: float) -> dict[str, list[Phase]]:
     return {"8, 256, 8 in flight": load, "high, low, high acceptance at 16 in flight": shares}
 
 
-def settled(courses: Courses) -> list[float]:
-    """Tokens a second of each phase, once it has settled."""
-    begin = round(SETTLES_S / BIN_S)
-    return [round(sum(after) / len(after), 1) for one in courses.phases if (after := one.tokens_per_second[begin:])]
+def settled(courses: dict[Setting, Courses]) -> dict[str, list[float]]:
+    """Tokens a second of each phase once it has settled, by setting; all with the prompts that they call for."""
+    speeds = []
+    for phase in zip(*(one.phases for one in courses.values()), strict=True):
+        rounds = [one.settled for one in phase]
+        rounds = balanced(rounds, prompts_per_token(rounds), usual_seconds(rounds))
+        speeds.append([round(one.tokens_per_second, 1) for one in rounds])
+    return {str(setting): list(those) for setting, those in zip(courses, zip(*speeds, strict=True), strict=True)}
 
 
 def ask(engines: Engines, phases: list[Phase], setting: Setting = AUTO, **further: Any) -> Courses:
@@ -99,7 +104,7 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
         courses = {setting: ask(engines, phases, setting) for setting in settings}
         yield {
             "change": name,
-            "tokens_per_second": {str(setting): settled(course) for setting, course in courses.items()},
+            "tokens_per_second": settled(courses),
             "course": {
                 "tokens_per_second": [one.tokens_per_second for one in courses[AUTO].phases],
                 "draft_length": [one.draft_length for one in courses[AUTO].phases],

@@ -70,6 +70,6 @@ def test_the_load_changes(lengths: ModuleType, live: Engines) -> None:
     """Every phase makes tokens, and what is held is drafted."""
     phases = [lengths.Phase(concurrency=many, seconds=7.0, acceptance=[0.5, 0.2]) for many in (1, 6, 1)]
     courses = lengths.ask(live, phases, K, output_tokens=(4, 8))
-    assert min(lengths.settled(courses)) > 0
+    assert min(lengths.settled({K: courses})[str(K)]) > 0
     assert {len(one.tokens_per_second) for one in courses.phases} == {14}
     assert {length for one in courses.phases for length in one.draft_length[1:]} == {K}

@@ -533,6 +533,32 @@ def test_a_load_that_changes(served: Live) -> None:
     assert fake.in_flight[-1] == 1
     assert fake.live == 0
     assert all(sum(one.tokens_per_second) > 0 for one in courses.phases)
+    assert [one.settled.seconds for one in courses.phases] == [0, 0, 0], "none is long enough"
+
+
+def test_what_comes_once_a_phase_has_settled(served: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any
+    engine, _ = served
+    changing = script("changing_load")
+    monkeypatch.setattr(changing, "SETTLES_S", 0.5)
+    engine.__class__ = changing.ChangingEngine
+    task = changing.Task.model_validate({"phases": [{"concurrency": 2, "seconds": 1.5}], "output_tokens": (5, 10)})
+    (course,) = engine.measure(task).phases
+    assert course.settled.seconds == pytest.approx(1.0)
+    assert course.settled.num_tokens == pytest.approx(0.5 * sum(course.tokens_per_second[1:]), rel=0.1)
+    assert course.settled.prompt_tokens > 0
+
+
+def test_phases_are_compared_with_the_prompts_that_they_call_for() -> None:
+    """Of two that are as fast, one prefills twice as much."""
+    lengths, changing = script("draft_lengths"), script("changing_load")
+
+    def courses(tokens: int, prompts: int) -> Any:
+        made = taken(tokens, prompt_tokens=prompts, seconds_per_prompt_token=0.005)
+        return changing.Courses(phases=[changing.Course(tokens_per_second=[], draft_length=[], settled=made)])
+
+    found = lengths.settled({0: courses(200, 100), "auto": courses(100, 200)})
+    assert found == {"0": [round(200 / 2.5, 1)], "auto": [round(100 / 1.5, 1)]}
 
 
 def test_a_pause_counts_for_nothing(served: Live) -> None:
