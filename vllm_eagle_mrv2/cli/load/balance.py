@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from vllm_eagle_mrv2.cli.load.types import LoadRound
 
 _FEWEST = 20
@@ -66,6 +64,8 @@ def seconds_per_prompt_token(seen: Sequence[Seen]) -> float:
 
     With asynchronous scheduling the time of a prefill is not only in its own iteration.
     """
+    import numpy as np  # vLLM brings it; without vLLM the commands still explain themselves
+
     if len(seen) < _FEWEST:
         return 0.0
     seconds = np.diff([one.at for one in seen])[1:-1]
