@@ -29,8 +29,9 @@ from changing_load import Changes, Courses, Phase
 from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Engines, Setup, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.balance import balanced, prompts_per_token, usual_seconds
+from vllm_eagle_mrv2.cli.load.balance import of_one_engine
 from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
+from vllm_eagle_mrv2.cli.load.types import throughput
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
@@ -57,12 +58,11 @@ def changes(seconds: float) -> dict[str, list[Phase]]:
 
 def settled(courses: dict[Setting, Courses]) -> dict[str, list[float]]:
     """Tokens a second of each phase once it has settled, by setting; all with the prompts that they call for."""
-    speeds = []
-    for phase in zip(*(one.phases for one in courses.values()), strict=True):
-        rounds = [one.settled for one in phase]
-        rounds = balanced(rounds, prompts_per_token(rounds), usual_seconds(rounds))
-        speeds.append([round(one.tokens_per_second, 1) for one in rounds])
-    return {str(setting): list(those) for setting, those in zip(courses, zip(*speeds, strict=True), strict=True)}
+    phases = [
+        of_one_engine({setting: [one.settled] for setting, one in zip(courses, phase, strict=True)})
+        for phase in zip(*(one.phases for one in courses.values()), strict=True)
+    ]
+    return {str(setting): [round(throughput(phase[setting]), 1) for phase in phases] for setting in courses}
 
 
 def ask(engines: Engines, phases: list[Phase], setting: Setting = AUTO, **further: Any) -> Courses:

@@ -173,10 +173,10 @@ class Facts:
             f"K={self.num_draft_tokens}" if not self.lengths else f"K of {', '.join(map(str, self.lengths))}",
             f"draft prefill graphs {self.prefill_mode.name}",
             f"draft decode graphs {self.decode_mode.name if self.decode_graphs else 'NONE'}",
-            f"draft logits {self.draft_logits or 'none, greedy'}",
         ]
         if self.target_mode and self.largest_graph:
-            parts.insert(-1, f"graphs up to {self.largest_graph} tokens")
+            parts.append(f"graphs up to {self.largest_graph} tokens")
+        parts.append(f"draft logits {self.draft_logits or 'none, greedy'}")
         if self.draft_vocab is not None:
             parts.append(f"draft vocabulary {self.draft_vocab}")
         if self.draft_weights is not None:

@@ -8,13 +8,15 @@ So a round's time can be corrected to what its outputs take together with as man
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from vllm_eagle_mrv2.cli.load.types import LoadRound
 
+_Setting = TypeVar("_Setting")
 _FEWEST = 20
 """Iterations that tell what a prompt token takes."""
 _MOST = 0.5
@@ -94,6 +96,13 @@ def balanced(rounds: Sequence[LoadRound], called_for: float, seconds: float) -> 
         seconds: that a prompt token takes.
     """
     return [one.model_copy(update={"owed_s": _owed(one, called_for, seconds)}) for one in rounds]
+
+
+def of_one_engine(rounds: Mapping[_Setting, Sequence[LoadRound]]) -> dict[_Setting, list[LoadRound]]:
+    """The rounds of one engine by its setting, each with the time that the prompts take which its outputs call for."""
+    every = list(itertools.chain.from_iterable(rounds.values()))
+    called_for, seconds = prompts_per_token(every), usual_seconds(every)
+    return {setting: balanced(those, called_for, seconds) for setting, those in rounds.items()}
 
 
 def _owed(one: LoadRound, called_for: float, seconds: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
@@ -12,7 +11,7 @@ from pydantic import BaseModel
 from vllm_eagle_mrv2.cli.bench.engines import Engines, in_turn
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.balance import balanced, prompts_per_token, usual_seconds
+from vllm_eagle_mrv2.cli.load.balance import of_one_engine
 from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, Traffic
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRound
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow
@@ -47,20 +46,13 @@ def measure(
     while monotonic() < settled:
         _ask(process, AUTO, settling)
     taken = dict(zip(settings, in_turn(list(asked.values()), loads[:1], on_round), strict=True))
-    first = TuneRow(concurrency=concurrency, rounds=_balanced(taken))
+    first = TuneRow(concurrency=concurrency, rounds=of_one_engine(taken))
     ahead = [one for one in settings if one == AUTO or first.speeds[one] >= BEHIND * first.speeds[first.best]]
     further = in_turn([asked[one] for one in ahead], loads[1:], lambda done: on_round(1 + done))
     for setting, more in zip(ahead, further, strict=True):
         taken[setting] += more
     _check_held(taken)
-    return TuneRow(concurrency=concurrency, rounds=_balanced(taken))
-
-
-def _balanced(taken: Mapping[Setting, Sequence[LoadRound]]) -> dict[Setting, list[LoadRound]]:
-    """The rounds, each with the time that the prompts take which its outputs call for; all are of one engine."""
-    every = list(itertools.chain.from_iterable(taken.values()))
-    called_for, seconds = prompts_per_token(every), usual_seconds(every)
-    return {setting: balanced(rounds, called_for, seconds) for setting, rounds in taken.items()}
+    return TuneRow(concurrency=concurrency, rounds=of_one_engine(taken))
 
 
 def _ask(process: EngineProcess, setting: Setting, load: BaseModel) -> LoadRound:
