@@ -38,7 +38,7 @@ from vllm_eagle_mrv2.cli.bench.types import Job
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, USUAL_PROMPTS, Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.config.method import METHOD
 
@@ -207,9 +207,7 @@ def main() -> int:
                         requests=requests,
                         prompts=places_of(kind, comparison.subject),
                     )
-                    settles_s = SETTLES_S if comparison.chooses_length else 0.0
-                    level = Level(concurrency=concurrency)
-                    row = measure(engines, level, traffic, options.rounds, settles_s=settles_s)
+                    row = measure(engines, Level(concurrency=concurrency), traffic, options.rounds)
                     for line in lines_of(row, kind, options, engines.started.vllm_version):
                         print(json.dumps(line), flush=True)
         except CommandError as error:

@@ -10,8 +10,11 @@ TOKENS = 16
 
 
 def outputs(**arguments: Any) -> tuple[int, list[list[int]]]:
-    """Tokens of the largest graph of an engine, and what it makes of eight prompts of 150 tokens."""
-    with engine("eagle_mrv2", max_num_batched_tokens=2048, **arguments) as llm:
+    """Tokens of the largest graph of an engine, and what it makes of eight prompts of 150 tokens.
+
+    In 16 bit two tokens may nearly tie, and attention sums up otherwise in batches that may have a graph.
+    """
+    with engine("eagle_mrv2", dtype="float32", max_num_batched_tokens=2048, **arguments) as llm:
         largest = max(llm.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes)
         tokenizer = llm.get_tokenizer()
         texts = [tokenizer.encode(prompt * 20)[:150] for prompt in held_out_prompts(8)]
@@ -24,5 +27,4 @@ def test_batches_with_prefills_have_graphs() -> None:
     largest, found = outputs()
     assert without == 512
     assert largest == 2048
-    # The target's logits depend on the shape of its batch, so that two tokens that nearly tie may change places.
-    assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 6
+    assert found == expected

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,34 +258,50 @@ def test_the_engines_take_turns() -> None:
     assert len(measured.against) == len(measured.eagle_mrv2) == 3
 
 
+@dataclass
+class StartedProcess:
+    """The process of an engine that has started at once."""
+
+    device: str = "cuda"
+    kept: list[list[int]] = field(default_factory=list)
+    """The cores that it was told to keep to."""
+
+    def __enter__(self) -> StartedProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def send(self, job: object) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def receive(self) -> Any:
+        return H200.model_copy(update={"device": self.device}).model_dump()
+
+    def keep_to(self, cores: list[int]) -> None:
+        self.kept.append(cores)
+
+
 @pytest.mark.parametrize(
     ("device", "gpus", "cores"), [("cuda", 1, [4, 5, 6, 7]), ("cuda", 2, list(range(8))), ("cpu", 1, None)]
 )
 def test_the_engines_share_their_cores(
     device: str, gpus: int, cores: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[list[int]] = []
-
-    class Engine:
-        def __enter__(self) -> Engine:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def send(self, job: object) -> None: ...
-
-        def finish(self) -> None: ...
-
-        def receive(self) -> Any:
-            return H200.model_copy(update={"device": device}).model_dump()
-
-        def keep_to(self, cores: list[int]) -> None:
-            kept.append(cores)
-
-    monkeypatch.setattr(Comparison, "_process", lambda *_: Engine())
+    process = StartedProcess(device)
+    monkeypatch.setattr(Comparison, "_process", lambda *_: process)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     with comparison(overrides={"tensor_parallel_size": gpus}).engines(3):
-        assert kept == ([] if cores is None else [cores, cores])
+        assert process.kept == ([] if cores is None else [cores, cores])
+
+
+@pytest.mark.parametrize(("options", "chooses"), [({}, False), ({"draft_length": "auto"}, True)])
+def test_whether_an_engine_chooses_its_draft_length(
+    options: dict[str, Any], chooses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Comparison, "_process", lambda *_: StartedProcess())
+    with comparison(options=options).engines(3) as live:
+        assert live.chooses_length is chooses
 
 
 def fake_engines(monkeypatch: pytest.MonkeyPatch, ours: Round, fails_at: int | None = None) -> None:

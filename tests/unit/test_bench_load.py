@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject
 from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY, Shape, kv_cache_bytes
 from vllm_eagle_mrv2.cli.bench.types import Job, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load import command, traffic, worker
+from vllm_eagle_mrv2.cli.load import traffic, worker
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.balance import (
     Seen,
@@ -40,7 +41,7 @@ from vllm_eagle_mrv2.cli.load.balance import (
 )
 from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.report import LoadReport, draw, print_report, to_json
-from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Gain, Level, Load, LoadRound, LoadRow, Request
 from vllm_eagle_mrv2.cli.load.worker import Counted, LoadEngine, read_round, read_seconds_by_length
 from vllm_eagle_mrv2.telemetry.counters import BY_LENGTH, FOLDER_VARIABLE, DraftCounter
@@ -364,27 +365,15 @@ def test_engines_have_time_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, Load]] = []
     clock = itertools.count()
     monkeypatch.setattr(traffic, "monotonic", lambda: float(next(clock)))
-    measured = measure(live(2, ("a", "b"), fast(100, 200), asked, H200), EIGHT, Traffic(), 1, settles_s=1.5)
+    monkeypatch.setattr(traffic, "SETTLES_S", 1.5)
+    choosing = replace(live(2, ("a", "b"), fast(100, 200), asked, H200), chooses_length=True)
+    measured = measure(choosing, EIGHT, Traffic(), 1)
     filling, *settling = [load for _, load in asked[:-2]]
     assert filling.fills
     assert len(settling) == 1 + 2 * 2
     assert not any(load.fills for load in settling[1:])
     assert all(load.requests != settling[-1].requests for _, load in asked[-2:])
     assert [len(rounds) for rounds in measured.rounds] == [1, 1]
-
-
-@pytest.mark.parametrize(("option", "settles_s"), [("{}", 0.0), ('{"draft_length": "auto"}', SETTLES_S)])
-def test_the_own_choice_has_time_to_settle(option: str, settles_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_engines(monkeypatch, taken(), taken())
-    given: list[float] = []
-
-    def note(*arguments: Any) -> LoadRow:
-        given.append(arguments[-1])
-        return measure(*arguments[:-1])
-
-    monkeypatch.setattr(command, "measure", note)
-    run("--option", option)
-    assert given == [settles_s]
 
 
 class FakeEngine:

@@ -100,7 +100,7 @@ class Setup:
 
     @property
     def chooses_length(self) -> bool:
-        """Whether the engine chooses the number of draft tokens at run time."""
+        """Whether ``eagle_mrv2`` chooses the number of draft tokens at run time."""
         return self.options.get("draft_length") == "auto"
 
     @property
@@ -128,7 +128,7 @@ class Setup:
                     started.append(process.receive())
             if not alone:
                 started = [process.receive() for process in processes]
-            engines = Engines(k, self.names, tuple(processes), Started.model_validate(started[0]))
+            engines = Engines(k, self.names, tuple(processes), Started.model_validate(started[0]), self.chooses_length)
             if len(processes) > 1 and engines.started.device != "cpu":
                 self._share_cores(*processes)
             yield engines
@@ -274,6 +274,8 @@ class Engines:
     names: tuple[str, ...]
     processes: tuple[EngineProcess, ...]
     started: Started
+    chooses_length: bool = False
+    """Whether ``eagle_mrv2`` chooses the number of draft tokens at run time, up to ``k``."""
 
     def compare(
         self, batch: int, rounds: int, max_tokens: int, on_round: Callable[[int], None] = lambda done: None

@@ -34,7 +34,7 @@ from vllm_eagle_mrv2.cli.load.arguments import (
     shares_of,
 )
 from vllm_eagle_mrv2.cli.load.report import PLAIN_WIDTH, LoadReport, draw, print_report, to_json
-from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, USUAL_PROMPTS, Traffic, measure, random_prompts
+from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.cli.progress import Track, progress
 
@@ -134,7 +134,7 @@ def _run(
         how_often = rounds or (_ROUNDS_ON_CPU if engines.started.device == "cpu" else _ROUNDS)
         for level in levels:
             on_round = track(f"K={engines.k}, {level}", how_often)
-            yield measure(engines, level, traffic, how_often, on_round, SETTLES_S if comparison.chooses_length else 0.0)
+            yield measure(engines, level, traffic, how_often, on_round)
 
     started, rows, failed = comparison.measured(ks, rows_of, lambda k: track(f"K={k}, start of the engines", 1))
     return LoadReport(

@@ -98,20 +98,18 @@ def measure(
     traffic: Traffic,
     rounds: int,
     on_round: Callable[[int], None] = lambda done: None,
-    settles_s: float = 0.0,
 ) -> LoadRow:
     """Measure live engines at a level of load, in turn, after one round that does not count.
 
-    Args:
-        settles_s: seconds for which each engine has rounds that do not count either.
+    Where the number of draft tokens is chosen at run time, each engine first has more such rounds, to settle.
 
     Raises:
         CommandError: an engine failed.
     """
     engines.in_turn([traffic.load(level, seed=0)])
     first, *loads = (traffic.load(level, seed, fills=False) for seed in range(rounds + 1))
-    settled = monotonic() + settles_s * len(engines.processes)
-    while monotonic() < settled:
+    settled = monotonic() + SETTLES_S * len(engines.processes)
+    while engines.chooses_length and monotonic() < settled:
         engines.in_turn([first])
     taken = engines.in_turn(loads, on_round)
     measured = [[LoadRound.model_validate(one) for one in answers] for answers in taken]
