@@ -21,7 +21,13 @@ from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, DraftCounter, re
 
 
 def config_of(
-    most: int = 5, *, chosen: bool = True, ranks: int = 1, sizes: Sequence[int] | None = (1, 512), **changes: Any
+    most: int = 5,
+    *,
+    chosen: bool = True,
+    ranks: int = 1,
+    experts: bool = False,
+    sizes: Sequence[int] | None = (1, 512),
+    **changes: Any,
 ) -> Any:
     """The configuration of an engine that asks for ``draft_length``, auto or constant."""
     draft = SimpleNamespace(
@@ -33,6 +39,7 @@ def config_of(
     mark(draft, Settings("eagle", Options(draft_length="auto" if chosen else "constant")))
     parallel = SimpleNamespace(data_parallel_size=ranks, data_parallel_index=3, tensor_parallel_size=1)
     return SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="demo", is_moe=experts),
         speculative_config=draft,
         parallel_config=parallel,
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
@@ -66,7 +73,7 @@ def test_the_maximum_is_one_of_a_few_numbers(most: int, lengths: tuple[int, ...]
 NOT_CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({"num_speculative_tokens_per_batch_size": [(1, 4, 5), (5, 8, 2)]}, "num_speculative_tokens_per_batch_size"),
     ({"enable_adaptive_verification": True}, "enable_adaptive_verification"),
-    ({"ranks": 2}, "data-parallel"),
+    ({"ranks": 2, "experts": True}, "data-parallel"),
 ]
 
 
@@ -78,7 +85,7 @@ def test_something_else_decides(changes: dict[str, Any], named: str) -> None:
     assert lengths_to_choose_from(config) == ()
 
 
-@pytest.mark.parametrize("changes", [{}, {"enable_adaptive_verification": False}])
+@pytest.mark.parametrize("changes", [{}, {"enable_adaptive_verification": False}, {"ranks": 2}, {"experts": True}])
 def test_nothing_keeps_the_number_from_being_chosen(changes: dict[str, Any]) -> None:
     assert why_not_chosen(config_of(**changes)) is None
 
@@ -157,7 +164,9 @@ def test_without_graphs_every_prefill_is_larger_than_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [stock_config(), config_of(chosen=False), config_of(ranks=2)], ids=["stock", "constant", "ranks"]
+    "config",
+    [stock_config(), config_of(chosen=False), config_of(ranks=2, experts=True)],
+    ids=["stock", "constant", "ranks"],
 )
 def test_a_number_that_is_not_chosen(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration is looked at once, and vLLM's scheduler works as ever."""
@@ -449,7 +458,7 @@ def test_no_graph_is_larger_than_the_largest_size(make_manager: Any) -> None:
     [
         (config_of(), {"query_len": 1}),
         (config_of(chosen=False), {}),
-        (config_of(ranks=2), {}),
+        (config_of(ranks=2, experts=True), {}),
         (config_of(), {"sizes": []}),
         (config_of(), {"mode": "NONE"}),
     ],

@@ -78,13 +78,16 @@ def test_what_is_shown(several_api_servers: bool, monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_a_chosen_number_is_shown_beside_what_was_expected(tmp_path: Path) -> None:
-    draft, parallel = SimpleNamespace(num_speculative_tokens=3), SimpleNamespace(data_parallel_size=1)
-    settings = Settings("eagle", Options(draft_length="auto"))
+def test_a_chosen_number_is_shown_beside_what_was_expected() -> None:
+    """Replicas of a dense model choose, too: in the front-end their configuration has the number of them."""
+    draft, settings = SimpleNamespace(num_speculative_tokens=3), Settings("eagle", Options(draft_length="auto"))
     mark(draft, settings)
-    metrics.offer(
-        SimpleNamespace(**vars(CONFIG) | {"speculative_config": draft, "parallel_config": parallel}), settings
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="demo", is_moe=False),
+        speculative_config=draft,
+        parallel_config=SimpleNamespace(data_parallel_size=2),
     )
+    metrics.offer(config, settings)
     slots = DraftCounter.of_rank(0).slots
     slots[counters.CHANGES], slots[counters.TOKENS], slots[counters.EXPECTED_MILLITOKENS] = 4, 9, 8500
     slots[counters.MICROSECONDS], slots[counters.EXPECTED_MICROSECONDS] = 1_500_000, 1_250_000

@@ -35,6 +35,7 @@ def why_not_chosen(vllm_config: Any) -> str | None:
         return "num_speculative_tokens_per_batch_size is given and decides; leave it out"
     if getattr(draft, "enable_adaptive_verification", False):
         return "enable_adaptive_verification chooses how many drafts are verified; leave it out"
-    if vllm_config.parallel_config.data_parallel_size > 1:
+    # Without experts each rank is an engine of its own, and its core says so: it sets the size to 1.
+    if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
         return "data-parallel ranks of one model wait for each other in every pass; use draft_length: constant"
     return None

@@ -142,6 +142,7 @@ def _overrides(text: str, levels: Sequence[int]) -> dict[str, Any]:
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(**overrides.get("speculative_config", {})),
         parallel_config=SimpleNamespace(data_parallel_size=overrides.get("data_parallel_size", 1)),
+        model_config=SimpleNamespace(is_moe=True),  # the strictest case: nothing is known of the model yet
     )
     reason = why_not_chosen(config)
     if reason is not None:
