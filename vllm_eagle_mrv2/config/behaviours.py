@@ -84,5 +84,5 @@ _SUMMARIES = {
     Behaviour.DRAFT_GRAPHS_BY_SUPPORT: "draft decode has graphs where its own backend supports them",
     Behaviour.DRAFT_TOP_K_TOP_P: "probabilistic drafts honour the request's top-k and top-p (#56724)",
     Behaviour.ROW_PRODUCTS: "products of few rows with the draft's plain weights run at the speed of memory",
-    Behaviour.SINGLE_TOKEN_ATTENTION: "draft decodes turn by RoPE, attend and write the cache in one kernel",
+    Behaviour.SINGLE_TOKEN_ATTENTION: "RoPE, attention and the cache write of a draft decode are one kernel",
 }

@@ -37,13 +37,13 @@ _SAVED_S = 0.5
 _OWED_S = 10.0 * _SHARE_OF_TRIALS
 """Seconds by which trials may have lost more than that: a bad surprise holds the next one back for ten at most."""
 _WORTH = 1.01
-"""A number comes into force that makes so much more than the one in force, ..."""
+"""A number must be expected to make so many times the tokens a second of the one in force."""
 _UNSURE = 0.5
-"""... were its iterations slower by so many standard errors; ..."""
+"""To come into force, it must do so with iterations slower than expected by so many standard errors."""
 _HOPE = 0.7
-"""... and one is tried that would, were they faster by so many, ..."""
+"""To be tried, it must do so with iterations faster than expected by so many standard errors."""
 _LEAST = 0.1
-"""... but not below this share of their time."""
+"""Share of the expected time below which that hope does not go."""
 _EVERY = 7
 """Iterations between two comparisons."""
 _BETWEEN_S = 0.02

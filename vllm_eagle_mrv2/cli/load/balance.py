@@ -89,7 +89,7 @@ def usual_seconds(rounds: Sequence[LoadRound]) -> float:
 
 
 def balanced(rounds: Sequence[LoadRound], called_for: float, seconds: float) -> list[LoadRound]:
-    """The rounds, each with the time that the prompts take which its outputs call for.
+    """The rounds with `owed_s`: the time of the prompts that a round lacks, or has too many of, for its outputs.
 
     Args:
         called_for: prompt tokens for each generated token.
@@ -99,7 +99,7 @@ def balanced(rounds: Sequence[LoadRound], called_for: float, seconds: float) -> 
 
 
 def of_one_engine(rounds: Mapping[_Setting, Sequence[LoadRound]]) -> dict[_Setting, list[LoadRound]]:
-    """The rounds of one engine by its setting, each with the time that the prompts take which its outputs call for."""
+    """The rounds of one engine by its setting, `balanced`."""
     every = list(itertools.chain.from_iterable(rounds.values()))
     called_for, seconds = prompts_per_token(every), usual_seconds(every)
     return {setting: balanced(those, called_for, seconds) for setting, those in rounds.items()}

@@ -23,7 +23,7 @@ class TuneRow(BaseModel):
 
     concurrency: int
     rounds: dict[Setting, list[LoadRound]]
-    """Of the same loads, of which the engine's own choice has all, and a number of draft tokens the first so many."""
+    """All serve the same loads in the same order: `AUTO` all of them, a number that fell behind the first alone."""
 
     @property
     def speeds(self) -> dict[Setting, float]:
