@@ -189,6 +189,7 @@ class ToyAdapter:
     rows_read: list[list[int] | None] = field(default_factory=list)  # the only ones of each forward pass
     combined: list[str] = field(default_factory=list)
     in_replay: bool = False
+    captured_for: int = field(init=False)  # draft tokens of the batches that its graphs are for
     loop: DraftLoop = field(init=False)
 
     @property
@@ -312,11 +313,11 @@ class ToyAdapter:
         full: Any = Mode.FULL
         decodes = ForwardInputs(rows, rows, "captured metadata", None, None, full)
         if graph.name == "decode graph":
-            (loop.decode_all if self.refreshes_in_graph else loop.decode)(decodes, loop.config.num_draft_tokens)
+            (loop.decode_all if self.refreshes_in_graph else loop.decode)(decodes, self.captured_for)
         else:
             prefill = ForwardInputs(rows, MAX_NUM_TOKENS, None, None, None, full)
             whole: dict[str, Any] = {"fills_inputs": True, "decodes": decodes} if self.one_graph else {}
-            loop.phase(prefill, num_draft_tokens=loop.config.num_draft_tokens, states=loop.target_outputs, **whole)
+            loop.phase(prefill, num_draft_tokens=self.captured_for, states=loop.target_outputs, **whole)
         self.in_replay = False
 
 
@@ -324,7 +325,8 @@ def loop_on(
     adapter: ToyAdapter, num_draft_tokens: int = 4, *, disable: Behaviour | None = None, sample_offset: int = 0
 ) -> DraftLoop:
     options = Options(disable=frozenset() if disable is None else frozenset({disable}))
-    config = DraftConfig(num_draft_tokens, MAX_LEN, sample_offset, filters=False)
+    config = DraftConfig(MAX_LEN, sample_offset, filters=False)
+    adapter.captured_for = num_draft_tokens
     loop = adapter.loop = loop_class(options)(adapter, config, make_buffers(num_draft_tokens))  # type: ignore[arg-type]
     loop.phase_run = adapter.phase_run if adapter.one_graph and adapter.full_graphs else None
     return loop

@@ -19,8 +19,10 @@ class DraftVocab(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    size: int = Field(gt=0, strict=True, description="how many tokens to keep, the first of the ranking")
-    ranking: Path = Field(description="file of `vllm-eagle-mrv2 rank-vocab`")
+    size: int = Field(gt=0, strict=True)
+    """How many tokens to keep, the first of the ranking."""
+    ranking: Path
+    """File of ``vllm-eagle-mrv2 rank-vocab``."""
 
 
 class Options(BaseModel):
@@ -28,24 +30,18 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    disable: frozenset[Behaviour] = Field(
-        default=frozenset(), description="behaviours to switch off, for measurement only"
-    )
-    draft_logits_dtype: Literal["float32", "head"] = Field(
-        default="float32", description="dtype of the stored draft logits: float32, or that of the draft's head"
-    )
-    draft_vocab: DraftVocab | None = Field(default=None, description="keep the head's rows for frequent tokens only")
-    draft_quantization: Literal["fp8"] | None = Field(
-        default=None, description="round the draft's weights to fp8: less to read, other drafts, the same output"
-    )
-    draft_length: Literal["constant", "auto"] = Field(
-        default="constant",
-        description="draft num_speculative_tokens always, or choose up to so many at run time, none included",
-    )
-    lookup_drafts: bool = Field(
-        default=False,
-        description="where a request's text repeats itself, draft the tokens that followed before",
-    )
+    disable: frozenset[Behaviour] = frozenset()
+    """Behaviours to switch off, for measurement only."""
+    draft_logits_dtype: Literal["float32", "head"] = "float32"
+    """Dtype of the stored draft logits: float32, or that of the draft's head."""
+    draft_vocab: DraftVocab | None = None
+    """Keep the head's rows for frequent tokens only."""
+    draft_quantization: Literal["fp8"] | None = None
+    """Round the draft's weights to FP8: less to read, other drafts, the same output."""
+    draft_length: Literal["constant", "auto"] = "constant"
+    """Draft ``num_speculative_tokens`` always, or choose up to so many at run time, none included."""
+    lookup_drafts: bool = False
+    """Where a request's text repeats itself, draft the tokens that followed before."""
 
     @field_validator("disable")
     @classmethod

@@ -105,7 +105,6 @@ class Drafter:
         self.loop = loop_class(self.options)(
             self.adapter,
             DraftConfig(
-                num_draft_tokens=stock.num_speculative_steps,
                 max_model_len=stock.max_model_len,
                 sample_offset=self.adapter.sample_offset,
                 filters=self.adapter.filters_drafts,

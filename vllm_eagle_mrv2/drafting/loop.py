@@ -61,7 +61,6 @@ class ForwardInputs(NamedTuple):
 class DraftConfig:
     """Values that stay the same for the life of an engine."""
 
-    num_draft_tokens: int  # K
     max_model_len: int
     sample_offset: int  # what this release's sampler adds to positions, 0 or 1
     filters: bool  # whether drafts honour the requests' top-k and top-p

@@ -9,7 +9,6 @@ from packaging.version import Version
 ONE_GRAPH = "one graph"
 FUSED = "fused decodes"
 BY_STEPS = "by steps"
-EAGER = "eager"
 
 _LLAMA_LAYERS = ("llama", "llama_eagle", "llama_eagle3")
 """Modules of drafts with layers that use vLLM's LlamaAttention."""
