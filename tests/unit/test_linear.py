@@ -480,7 +480,7 @@ def test_kept_rows_of_a_head_of_its_own_are_rounded_once() -> None:
     for _ in range(2):
         found = draft.compute_logits(inputs(3)[1])[:, list(kept)]
         assert 0.001 < float((found - exact).norm() / exact.norm()) < 0.1
-        assert fp8.is_quantized(trimmed.kept)
+        assert fp8.is_rounded(trimmed.kept)
         memory = in_memory_of(trimmed.kept)
         trimmed.renew()
         assert in_memory_of(trimmed.kept) == memory

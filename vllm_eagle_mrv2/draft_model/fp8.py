@@ -23,7 +23,7 @@ OPTION = "draft_quantization"
 _REMEDY = f"leave {OPTION} out"
 
 
-def quantize_layers(draft: torch.nn.Module, own: Mapping[str, Any], *, head: bool = True) -> list[Any]:
+def round_layers(draft: torch.nn.Module, own: Mapping[str, Any], *, head: bool = True) -> list[Any]:
     """Round the weights of a draft's own linear layers, and of its own head.
 
     Args:
@@ -59,7 +59,7 @@ def quantize_layers(draft: torch.nn.Module, own: Mapping[str, Any], *, head: boo
     if head and own_head in own.values() and _has_own_rows(own_head, draft):
         layers.append(own_head)
     for layer in layers:
-        quantize(layer)
+        round_weights(layer)
     return layers
 
 
@@ -84,23 +84,23 @@ def _has_own_rows(head: Any, draft: torch.nn.Module) -> bool:
     )
 
 
-def is_quantized(layer: Any) -> bool:
-    """Whether `quantize` has rounded a layer's weights; vLLM's own FP8 layers have scales of the same name."""
+def is_rounded(layer: Any) -> bool:
+    """Whether `round_weights` has rounded a layer's weights; vLLM's own FP8 layers have scales of the same name."""
     return hasattr(layer, "rounded_from")
 
 
 @torch.inference_mode()
-def quantize(layer: Any) -> None:
+def round_weights(layer: Any) -> None:
     """Replace the weights of a layer by FP8 values and scales, and those that vLLM loads into it later as well."""
     values, scales = quantized(layer.weight.data)
     layer.rounded_from = layer.weight.dtype
     layer.weight, layer.weight_scale = _parameter(values), _parameter(scales)
     # A copy keeps its class, which vLLM checks.
     layer.quant_method = copy.copy(layer.quant_method)
-    layer.quant_method.process_weights_after_loading = quantize
+    layer.quant_method.process_weights_after_loading = round_weights
 
 
-def quantized_copy(head: Any) -> Any:
+def rounded_copy(head: Any) -> Any:
     """Return a head with FP8 values of another head's weights.
 
     Raises:
@@ -111,13 +111,13 @@ def quantized_copy(head: Any) -> Any:
         raise EagleMRV2Error(f"{OPTION} rounds the draft's head, and the target's is quantized ({method}); {_REMEDY}.")
     rounded = copy.copy(head)
     rounded._parameters = dict(head._parameters)
-    quantize(rounded)
+    round_weights(rounded)
     return rounded
 
 
 @torch.inference_mode()
 def renew(rounded: Any, head: Any) -> None:
-    """Round the weights of a head again, into the memory of its `quantized_copy`, which captured graphs read."""
+    """Round the weights of a head again, into the memory of its `rounded_copy`, which captured graphs read."""
     values, scales = quantized(head.weight.data)
     rounded.weight.data.copy_(values)
     rounded.weight_scale.data.copy_(scales)

@@ -235,14 +235,14 @@ class HeadView:
                 "draft_quantization rounds the draft's head, which head_dtype wants in another dtype than the model; "
                 "leave one of them out."
             )
-        if fp8.is_quantized(lm_head):
+        if fp8.is_rounded(lm_head):
             view = copy.copy(lm_head)
         elif self._rounds:
             if self.copied:
                 raise EagleMRV2Error("the draft has several heads; leave draft_quantization out.")
             # In the profile run; a copy made during a capture would be made again by each replay.
             assert not (lm_head.weight.is_cuda and torch.cuda.is_current_stream_capturing())
-            view, self.copied = fp8.quantized_copy(lm_head), True
+            view, self.copied = fp8.rounded_copy(lm_head), True
         elif _is_linear(lm_head):
             view = copy.copy(lm_head)  # shares the dictionary of parameters, so new weights are seen
         else:
@@ -290,7 +290,7 @@ def install(
     gated = [module for module in own if _is_gated(module)]
     head: Any = getattr(draft, "lm_head", None)  # most likely the head that the processor is given
     takes_head = logits is not None and (rounds or _is_linear(head))
-    rounded = fp8.quantize_layers(draft, named, head=not trims) if rounds else []
+    rounded = fp8.round_layers(draft, named, head=not trims) if rounds else []
     layers += [layer for layer in rounded if layer not in layers]
     gates = {id(mlp.gate_up_proj) for mlp in gated}
     after = [] if read is None else _after_attention(own, gated, layers)

@@ -121,7 +121,7 @@ class TrimmedHead:
                 raise EagleMRV2Error("the draft has several heads; leave draft_vocab out.")
             self.kept = _trimmed(lm_head, self.target_ids)
             if self._rounds:
-                fp8.quantize(self.kept)
+                fp8.round_weights(self.kept)
             self._whole = lm_head
         if embedding_bias is not None:
             raise EagleMRV2Error("the draft's head has a bias; leave draft_vocab out.")
