@@ -25,7 +25,9 @@ def config_of(
     *,
     chosen: bool = True,
     ranks: int = 1,
+    stages: int = 1,
     experts: bool = False,
+    hybrid: bool = False,
     sizes: Sequence[int] | None = (1, 512),
     **changes: Any,
 ) -> Any:
@@ -37,9 +39,11 @@ def config_of(
     )
     vars(draft).update(changes)
     mark(draft, Settings("eagle", Options(draft_length="auto" if chosen else "constant")))
-    parallel = SimpleNamespace(data_parallel_size=ranks, data_parallel_index=3, tensor_parallel_size=1)
+    parallel = SimpleNamespace(
+        data_parallel_size=ranks, data_parallel_index=3, tensor_parallel_size=1, pipeline_parallel_size=stages
+    )
     return SimpleNamespace(
-        model_config=SimpleNamespace(served_model_name="demo", is_moe=experts),
+        model_config=SimpleNamespace(is_moe=experts, is_hybrid=hybrid),
         speculative_config=draft,
         parallel_config=parallel,
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
@@ -74,6 +78,8 @@ NOT_CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({"num_speculative_tokens_per_batch_size": [(1, 4, 5), (5, 8, 2)]}, "num_speculative_tokens_per_batch_size"),
     ({"enable_adaptive_verification": True}, "enable_adaptive_verification"),
     ({"ranks": 2, "experts": True}, "data-parallel"),
+    ({"stages": 2}, "pipeline stages"),
+    ({"hybrid": True}, "recurrent layers"),
 ]
 
 

@@ -35,6 +35,7 @@ pytest.importorskip("vllm")
 register()
 
 import vllm  # noqa: E402
+from vllm.config import ModelConfig  # noqa: E402
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402
 from vllm.config.speculative import SpeculativeConfig  # noqa: E402
 from vllm.config.vllm import VllmConfig  # noqa: E402
@@ -152,7 +153,10 @@ def captured(
     **given: Any,
 ) -> list[int]:
     """What vLLM would capture on a GPU, given ``cudagraph_capture_sizes`` or ``max_cudagraph_capture_size``."""
-    config = ask(models, method, **given).create_engine_config()
+    return captured_with(ask(models, method, **given).create_engine_config(), sizes, most)
+
+
+def captured_with(config: Any, sizes: list[int] | None = None, most: int | None = None) -> list[int]:
     compilation = config.compilation_config
     config.model_config.enforce_eager = False
     compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -180,6 +184,13 @@ def test_captured_sizes_that_the_user_gives_stay(models: dict[str, str]) -> None
     assert captured(models, sizes=[1, 2, 4], **given) == [1, 2, 4]
     assert captured(models, most=64, **given) == captured(models, "eagle", most=64, **given)
     assert captured(models, most=64, **given)[-1] == 64
+
+
+def test_latent_attention_keeps_vllms_sizes(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    config = ask(models, **given).create_engine_config()
+    monkeypatch.setattr(ModelConfig, "use_mla", True)
+    assert captured_with(config) == captured(models, "eagle", **given)
 
 
 def test_a_small_budget_of_tokens_captures_no_more_than_vllm_does(models: dict[str, str]) -> None:

@@ -83,9 +83,9 @@ def test_a_chosen_number_is_shown_beside_what_was_expected() -> None:
     draft, settings = SimpleNamespace(num_speculative_tokens=3), Settings("eagle", Options(draft_length="auto"))
     mark(draft, settings)
     config = SimpleNamespace(
-        model_config=SimpleNamespace(served_model_name="demo", is_moe=False),
+        model_config=SimpleNamespace(served_model_name="demo", is_moe=False, is_hybrid=False),
         speculative_config=draft,
-        parallel_config=SimpleNamespace(data_parallel_size=2),
+        parallel_config=SimpleNamespace(data_parallel_size=2, pipeline_parallel_size=1),
     )
     metrics.offer(config, settings)
     slots = DraftCounter.of_rank(0).slots

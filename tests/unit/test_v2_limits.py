@@ -91,6 +91,27 @@ def test_an_engine_is_refused_where_the_release_lacks_it_and_nowhere_else(
         assert settings_of(engine.create_engine_config().speculative_config) is not None
 
 
+@pytest.mark.parametrize(
+    ("hybrid", "schedule", "refused"),
+    [
+        (True, [(1, 4, 3), (5, 8, 0)], True),
+        (True, [(1, 4, 3), (5, 8, 1)], False),
+        (True, None, False),
+        (False, [(1, 8, 0)], False),
+    ],
+)
+def test_a_hybrid_that_drafts_nothing_for_a_while(
+    hybrid: bool, schedule: list[tuple[int, int, int]] | None, refused: bool
+) -> None:
+    (limit,) = (limit for limit in LIMITS if limit.what == "0 draft tokens of a schedule with hybrid models")
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=hybrid),
+        speculative_config=SimpleNamespace(num_speculative_tokens_per_batch_size=schedule),
+    )
+    assert limit.asked is not None
+    assert limit.asked(config) is refused
+
+
 def test_the_stock_method_has_vllms_own_error(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     speculative = {"method": "eagle", "model": models["head"], "num_speculative_tokens": 3, "parallel_drafting": True}

@@ -35,7 +35,13 @@ def why_not_chosen(vllm_config: Any) -> str | None:
         return "num_speculative_tokens_per_batch_size is given and decides; leave it out"
     if getattr(draft, "enable_adaptive_verification", False):
         return "enable_adaptive_verification chooses how many drafts are verified; leave it out"
+    parallel, target = vllm_config.parallel_config, vllm_config.model_config
     # Without experts each rank is an engine of its own, and its core says so: it sets the size to 1.
-    if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+    if parallel.data_parallel_size > 1 and target.is_moe:
         return "data-parallel ranks of one model wait for each other in every pass; use draft_length: constant"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline stages work on several batches at a time; use draft_length: constant"
+    if target.is_hybrid:
+        # Below 0.32 gated delta nets lose their state where no drafts are verified; Mamba's graphs take K + 1 tokens.
+        return "recurrent layers of the target need one number in all batches; use draft_length: constant"
     return None

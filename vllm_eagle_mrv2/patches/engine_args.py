@@ -143,7 +143,7 @@ def prefills_captured(original: Function) -> Function:
         sizes = compilation.cudagraph_capture_sizes
         if given or not sizes or settings_of(self.speculative_config) is None:
             return
-        sizes += captured_sizes.beyond(sizes[-1], self.scheduler_config.max_num_batched_tokens)
+        sizes += captured_sizes.beyond(sizes[-1], self)
         compilation.max_cudagraph_capture_size = sizes[-1]
 
     return set_cudagraph_sizes

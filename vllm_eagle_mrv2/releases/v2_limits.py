@@ -52,6 +52,12 @@ def _parallelizes_sequences(config: Any) -> bool:
     return bool(asked) and config.parallel_config.tensor_parallel_size > 1
 
 
+def _rests_a_hybrid(config: Any) -> bool:
+    """Whether a schedule drafts nothing at some load for a target with recurrent layers."""
+    schedule = getattr(config.speculative_config, "num_speculative_tokens_per_batch_size", None) or ()
+    return bool(config.model_config.is_hybrid) and any(not length for *_, length in schedule)
+
+
 def _on_cpu(_: Any) -> bool:
     from vllm.platforms import current_platform
 
@@ -108,6 +114,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit("capture of routed experts (--enable-return-routed-experts)", "<0.28", "routed experts capture"),
     Limit("encoder-cache transfer (--ec-transfer-config)", "<0.28", "EC transfer"),
     Limit("dynamic numbers of speculative tokens", ">=0.24,<0.25", "dynamic speculative decoding"),
+    # The layers take the state of the wrong token where no drafts are verified.
+    Limit("0 draft tokens of a schedule with hybrid models", ">=0.25,<0.32", asked=_rests_a_hybrid),
     Limit(
         "adaptive verification with LoRA, with pipeline parallelism or without CUDA graphs",
         ">=0.28,<0.29",

@@ -104,7 +104,7 @@ class Facts:
             prefill_mode=stock.prefill_cudagraph_manager.cudagraph_mode,
             decode_mode=stock.decode_cudagraph_manager.cudagraph_mode,
             largest_graph=max(stock.vllm_config.compilation_config.cudagraph_capture_sizes or [0]),
-            graphs_pay_up_to=captured_sizes.largest(stock.vllm_config.scheduler_config.max_num_batched_tokens),
+            graphs_pay_up_to=captured_sizes.largest(stock.vllm_config),
             max_num_seqs=stock.vllm_config.scheduler_config.max_num_seqs,
             decode_graphs=decode_graphs,
             fused=decode_graphs and adapter.refreshes_in_graph,

@@ -141,8 +141,11 @@ def _overrides(text: str, levels: Sequence[int]) -> dict[str, Any]:
     overrides = arguments.json_object("--engine", text)
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(**overrides.get("speculative_config", {})),
-        parallel_config=SimpleNamespace(data_parallel_size=overrides.get("data_parallel_size", 1)),
-        model_config=SimpleNamespace(is_moe=True),  # the strictest case: nothing is known of the model yet
+        parallel_config=SimpleNamespace(
+            data_parallel_size=overrides.get("data_parallel_size", 1),
+            pipeline_parallel_size=overrides.get("pipeline_parallel_size", 1),
+        ),
+        model_config=SimpleNamespace(is_moe=True, is_hybrid=False),  # nothing is known of the model yet
     )
     reason = why_not_chosen(config)
     if reason is not None:
