@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from vllm_eagle_mrv2.cli import app
 from vllm_eagle_mrv2.cli.bench import arguments, engines, worker
 from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject, shape_subject
-from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, print_report, to_json
+from vllm_eagle_mrv2.cli.bench.report import BenchReport
 from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.bench.types import Round, Row, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
@@ -425,7 +425,7 @@ def test_no_ratio_without_drafts() -> None:
 
 def shown(one: BenchReport) -> str:
     text = io.StringIO()
-    print_report(one, Console(file=text, width=200))
+    one.print_on(Console(file=text, width=200))
     return text.getvalue()
 
 
@@ -450,7 +450,7 @@ def test_times_of_a_cpu_mean_nothing() -> None:
 
 
 def test_the_json_has_every_round_but_no_tokens() -> None:
-    found = to_json(report(row([taken(), taken(seconds=0.04)], [taken(), taken()])))
+    found = report(row([taken(), taken(seconds=0.04)], [taken(), taken()])).to_json()
     (one,) = found["rows"]
     assert [made["iteration_ms"] for made in one["against"]["rounds"]] == pytest.approx([10, 20])
     assert one["quartiles"] == pytest.approx([1.25, 1.75])
@@ -462,5 +462,5 @@ def test_the_json_has_every_round_but_no_tokens() -> None:
 def test_the_drawing(ours: Round, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [row([taken(), taken()], [ours, ours], k=k, batch=batch) for k in (3, 5) for batch in (1, 8)]
-    draw(report(*rows), tmp_path / "bench.png")
+    report(*rows).draw(tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -40,7 +40,7 @@ from vllm_eagle_mrv2.cli.load.balance import (
     usual_seconds,
 )
 from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.report import LoadReport, draw, print_report, to_json
+from vllm_eagle_mrv2.cli.load.report import LoadReport
 from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Gain, Level, Load, LoadRound, LoadRow, Request
 from vllm_eagle_mrv2.cli.load.worker import Counted, LoadEngine, read_round, read_seconds_by_length
@@ -740,7 +740,7 @@ def test_a_round_that_was_too_short_allows_no_verdict(level: Level) -> None:
 
 def shown(one: LoadReport) -> str:
     text = io.StringIO()
-    print_report(one, Console(file=text, width=200))
+    one.print_on(Console(file=text, width=200))
     return text.getvalue()
 
 
@@ -767,7 +767,7 @@ def test_times_of_a_cpu_mean_nothing() -> None:
 
 
 def test_the_json_has_every_round() -> None:
-    found = to_json(report(row(fast(200, 200), fast(202, 202), fast(220, 260))))
+    found = report(row(fast(200, 200), fast(202, 202), fast(220, 260))).to_json()
     assert (found["title"], found["device_name"], found["passed"], found["error"]) == ("a pair", "H200", True, None)
     assert found["versions"] == {"vllm": "0.32.0", "torch": "2"}
     (one,) = found["rows"]
@@ -791,7 +791,7 @@ def test_the_drawing(ours: LoadRound, control: bool, tmp_path: Path) -> None:
     rounds = [fast(200, 200), *([fast(202, 201)] if control else []), [taken(230), ours]]
     levels = [Level(concurrency=1), Level(concurrency=8), Level(rate=2.0)]
     rows = [row(*rounds, level=level, k=k) for k in (3, 5) for level in levels]
-    draw(report(*rows, started=CPU), tmp_path / "load.png")
+    report(*rows, started=CPU).draw(tmp_path / "load.png")
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -24,7 +24,7 @@ from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.traffic import Traffic
 from vllm_eagle_mrv2.cli.load.types import Load, LoadRound
 from vllm_eagle_mrv2.cli.tune import settings
-from vllm_eagle_mrv2.cli.tune.report import TuneReport, draw, print_report, to_json
+from vllm_eagle_mrv2.cli.tune.report import TuneReport
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow, schedule_of
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
@@ -311,7 +311,7 @@ def test_the_schedule(rows: tuple[TuneRow, ...], schedule: list[tuple[int, int, 
 
 def test_vllm_looks_up_the_schedule() -> None:
     dynamic = pytest.importorskip("vllm.v1.spec_decode.dynamic.utils")
-    found = json.loads(json.dumps(to_json(report(*FEWER_AS_MORE_COME))))["speculative_config"]
+    found = json.loads(json.dumps(report(*FEWER_AS_MORE_COME).to_json()))["speculative_config"]
     lookup = dynamic.build_dynamic_sd_schedule_lookup(
         found["num_speculative_tokens_per_batch_size"],
         vllm_max_batch_size=128,
@@ -329,7 +329,7 @@ def test_the_numbers_that_an_engine_chooses_from() -> None:
 
 def shown(one: TuneReport, **console: Any) -> list[str]:
     text = io.StringIO()
-    print_report(one, Console(file=text, width=100, **console))
+    one.print_on(Console(file=text, width=100, **console))
     return text.getvalue().splitlines()
 
 
@@ -383,7 +383,7 @@ def test_a_release_without_such_a_setting() -> None:
     setting = "num_speculative_tokens_per_batch_size"
     assert shown(old)[-1] == f"vLLM 0.24.0 has no {setting}: set draft_length: auto and num_speculative_tokens: 2."
     assert old.speculative_config is None
-    assert to_json(old)["schedule"]
+    assert old.to_json()["schedule"]
     assert report(*FEWER_AS_MORE_COME, started=OLD.model_copy(update={"vllm_version": "0.25.1"})).speculative_config
 
 
@@ -397,11 +397,11 @@ def test_a_round_that_was_too_short_allows_no_schedule(short: TuneRow) -> None:
     found = report(row(1, 50, 100), short)
     assert not found.passed
     assert shown(found)[-1] == "a round was too short, raise --requests or --output-tokens"
-    assert (to_json(found)["schedule"], found.speculative_config) == ([], None)
+    assert (found.to_json()["schedule"], found.speculative_config) == ([], None)
 
 
 def test_the_json_has_every_round() -> None:
-    found = json.loads(json.dumps(to_json(report(row(1, 50, 100, auto=90)))))
+    found = json.loads(json.dumps(report(row(1, 50, 100, auto=90)).to_json()))
     assert found["versions"] == {"vllm": "0.32.0", "torch": "2"}
     (one,) = found["rows"]
     assert one["tokens_per_second"] == {"0": 50, "1": 100, "auto": 90}
@@ -413,7 +413,7 @@ def test_the_json_has_every_round() -> None:
 @pytest.mark.parametrize("rows", [FEWER_AS_MORE_COME, FEWER_AS_MORE_COME[:1], [row(4, 0, 0)]])
 def test_the_drawing(rows: list[TuneRow], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw(report(*rows, started=CPU), tmp_path / "tune.png")
+    report(*rows, started=CPU).draw(tmp_path / "tune.png")
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -9,19 +9,18 @@ be started as asked.
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from vllm_eagle_mrv2.cli.bench import arguments
 from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, Engines
-from vllm_eagle_mrv2.cli.bench.report import BenchReport, draw, end, print_report, to_json, write
+from vllm_eagle_mrv2.cli.bench.report import BenchReport
 from vllm_eagle_mrv2.cli.bench.shapes import PROMPT_TOKENS, token_prompts
 from vllm_eagle_mrv2.cli.bench.types import Row
 from vllm_eagle_mrv2.cli.demo.pair import require_vllm
@@ -31,7 +30,6 @@ from vllm_eagle_mrv2.config.behaviours import Behaviour
 
 _ROUNDS, _ROUNDS_ON_CPU = 15, 3
 _TOKENS, _TOKENS_ON_CPU = 256, 32
-_PLAIN_WIDTH = 160
 
 
 class Against(str, Enum):
@@ -101,8 +99,7 @@ def bench(
             )
             with progress(errors, live=not verbose, quiet=False) as track:
                 report = _run(comparison, k, batch, rounds, tokens, track)
-    _show(report, context.params, json_output, plot)
-    end(report, errors)
+    report.end(context.params, json_output, plot, errors)
 
 
 # The measurement
@@ -128,10 +125,3 @@ def _run(
     return BenchReport(
         title=comparison.subject.title, versions=arguments.versions(), started=started, rows=rows, error=failed
     )
-
-
-def _show(report: BenchReport, options: dict[str, Any], json_output: str | None, plot: Path | None) -> None:
-    found = to_json(report) | {"options": options}
-    write(found, json_output, functools.partial(print_report, report), _PLAIN_WIDTH)
-    if plot:
-        draw(report, plot)

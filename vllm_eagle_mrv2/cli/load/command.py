@@ -10,18 +10,16 @@ much or a round was too short, or an engine failed; 2, the bench could not be st
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from vllm_eagle_mrv2.cli.bench import arguments
 from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, Engines
-from vllm_eagle_mrv2.cli.bench.report import end, write
 from vllm_eagle_mrv2.cli.demo.pair import require_vllm
 from vllm_eagle_mrv2.cli.errors import reported
 from vllm_eagle_mrv2.cli.load.arguments import (
@@ -33,7 +31,7 @@ from vllm_eagle_mrv2.cli.load.arguments import (
     check_range,
     shares_of,
 )
-from vllm_eagle_mrv2.cli.load.report import PLAIN_WIDTH, LoadReport, draw, print_report, to_json
+from vllm_eagle_mrv2.cli.load.report import LoadReport
 from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, measure, random_prompts
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
 from vllm_eagle_mrv2.cli.progress import Track, progress
@@ -117,8 +115,7 @@ def bench_load(
             )
             with progress(errors, live=not verbose, quiet=False) as track:
                 report = _run(comparison, k, levels, traffic, rounds, track)
-    _show(report, context.params, json_output, plot)
-    end(report, errors)
+    report.end(context.params, json_output, plot, errors)
 
 
 def _run(
@@ -140,10 +137,3 @@ def _run(
     return LoadReport(
         title=comparison.subject.title, versions=arguments.versions(), started=started, rows=rows, error=failed
     )
-
-
-def _show(report: LoadReport, options: dict[str, Any], json_output: str | None, plot: Path | None) -> None:
-    found = to_json(report) | {"options": options}
-    write(found, json_output, functools.partial(print_report, report), PLAIN_WIDTH)
-    if plot:
-        draw(report, plot)

@@ -9,7 +9,6 @@ started as asked.
 
 from __future__ import annotations
 
-import functools
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,6 @@ from rich.console import Console
 
 from vllm_eagle_mrv2.cli.bench import arguments
 from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, MAX_NUM_SEQS, Engines, Setup
-from vllm_eagle_mrv2.cli.bench.report import end, write
 from vllm_eagle_mrv2.cli.bench.types import Started
 from vllm_eagle_mrv2.cli.demo.pair import require_vllm
 from vllm_eagle_mrv2.cli.errors import CommandError, reported
@@ -38,7 +36,7 @@ from vllm_eagle_mrv2.cli.load.arguments import (
 from vllm_eagle_mrv2.cli.load.command import WORKER
 from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
 from vllm_eagle_mrv2.cli.progress import Track, progress
-from vllm_eagle_mrv2.cli.tune.report import PLAIN_WIDTH, TuneReport, draw, print_report, to_json
+from vllm_eagle_mrv2.cli.tune.report import TuneReport
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import TuneRow
 from vllm_eagle_mrv2.config.draft_lengths import why_not_chosen
@@ -117,15 +115,7 @@ def tune(
         max_num_seqs=_most_requests(setup),
         rows=rows,
     )
-    write(
-        to_json(report) | {"options": context.params},
-        json_output,
-        functools.partial(print_report, report),
-        PLAIN_WIDTH,
-    )
-    if plot:
-        draw(report, plot)
-    end(report, errors)
+    report.end(context.params, json_output, plot, errors)
 
 
 def _options(text: str) -> dict[str, Any]:

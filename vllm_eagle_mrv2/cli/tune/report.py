@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from vllm_eagle_mrv2.cli.bench.report import Report, save
-from vllm_eagle_mrv2.cli.on_cpu import TIMES_MEAN_NOTHING
+from vllm_eagle_mrv2.cli.bench.report import Report
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Range, Setting, TuneRow, schedule_of
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.releases import release_for, stock_version
 
-PLAIN_WIDTH = 160
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
@@ -59,14 +56,43 @@ class TuneReport(Report):
         found = self.speculative | {"num_speculative_tokens": max(lengths)}
         return found | ({SCHEDULE: [list(one) for one in self.schedule]} if len(lengths) > 1 else {})
 
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON, with every round."""
+        return super().to_json() | {
+            "rows": [_row_to_json(row) for row in self.rows],
+            "schedule": [list(one) for one in self.schedule],
+            "speculative_config": self.speculative_config,
+        }
 
-def to_json(report: TuneReport) -> dict[str, Any]:
-    """The report as JSON, with every round."""
-    return report.head() | {
-        "rows": [_row_to_json(row) for row in report.rows],
-        "schedule": [list(one) for one in report.schedule],
-        "speculative_config": report.speculative_config,
-    }
+    def _print_rows(self, console: Console) -> None:
+        """Print the table, and the setting that follows from it."""
+        table = Table(title="Tokens a second", title_justify="left")
+        for heading in ("in flight", *map(name_of, self.settings), "best", "auto/best", "auto/K=0"):
+            table.add_column(heading, justify="right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*_cells(row))
+        console.print(table)
+        if not all(row.measured for row in self.rows):
+            console.print("a round was too short, raise --requests or --output-tokens", style="red", highlight=False)
+        for line in _advice(self):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _draw_rows(self, figure: Any) -> str:
+        """Plot tokens a second over those at K=0 by requests in flight, a line for each setting."""
+        figure.set_figwidth(7)
+        axes = figure.subplots()
+        rows = [row for row in self.rows if row.measured]
+        at = [row.concurrency for row in rows]
+        for setting in self.settings:
+            speeds = [row.speeds[setting] / row.speeds[0] for row in rows]
+            style: dict[str, Any] = {"color": "black", "linewidth": 3, "zorder": 1} if setting == AUTO else {}
+            axes.plot(at, speeds, marker="o", label=name_of(setting), **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(at, [str(one) for one in at])
+        axes.set_xlabel("requests in flight")
+        axes.set_ylabel("tokens a second, over those at K=0")
+        axes.legend()
+        return "thick: the engine's own choice"
 
 
 def _row_to_json(row: TuneRow) -> dict[str, Any]:
@@ -78,24 +104,6 @@ def _row_to_json(row: TuneRow) -> dict[str, Any]:
         **shares,
         "rounds": {setting: [one.model_dump() for one in rounds] for setting, rounds in row.rounds.items()},
     }
-
-
-def print_report(report: TuneReport, console: Console) -> None:
-    """Print the table, and the setting that follows from it."""
-    started = report.started
-    console.print(f"vLLM {started.vllm_version} on {started.device_name}: {report.title}", highlight=False)
-    table = Table(title="Tokens a second", title_justify="left")
-    for heading in ("in flight", *map(name_of, report.settings), "best", "auto/best", "auto/K=0"):
-        table.add_column(heading, justify="right", overflow="fold")
-    for row in report.rows:
-        table.add_row(*_cells(row))
-    console.print(table)
-    if not all(row.measured for row in report.rows):
-        console.print("a round was too short, raise --requests or --output-tokens", style="red", highlight=False)
-    for line in _advice(report):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if started.device == "cpu":
-        console.print(TIMES_MEAN_NOTHING, style="bold")
 
 
 def name_of(setting: Setting) -> str:
@@ -125,29 +133,3 @@ def _advice(report: TuneReport) -> list[str]:
         return [f"vLLM {version} has no {SCHEDULE}: set draft_length: auto and num_speculative_tokens: {most}."]
     heading = "A fixed schedule:" if SCHEDULE in config else f"num_speculative_tokens: {most} will do throughout:"
     return [heading, f"--speculative-config {shlex.quote(json.dumps(config))}"]
-
-
-def draw(report: TuneReport, path: Path) -> None:
-    """Plot tokens a second over those at K=0 by requests in flight, a line for each setting.
-
-    Args:
-        path: output file; its extension selects the format, as in matplotlib.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    rows = [row for row in report.rows if row.measured]
-    at = [row.concurrency for row in rows]
-    for setting in report.settings:
-        speeds = [row.speeds[setting] / row.speeds[0] for row in rows]
-        style: dict[str, Any] = {"color": "black", "linewidth": 3, "zorder": 1} if setting == AUTO else {}
-        axes.plot(at, speeds, marker="o", label=name_of(setting), **style)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(at, [str(one) for one in at])
-    axes.set_xlabel("requests in flight")
-    axes.set_ylabel("tokens a second, over those at K=0")
-    axes.legend()
-    save(figure, report, "thick: the engine's own choice", path)
