@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_eagle_mrv2.patches import draft_tokens
 from vllm_eagle_mrv2.patches.wrap import wrap
-from vllm_eagle_mrv2.releases import autoregressive, draft_lengths, fused, installed_version
+from vllm_eagle_mrv2.releases import autoregressive, fused, installed_version, schedule
 from vllm_eagle_mrv2.releases.fused import DecodeEagleCudaGraphManager, FusedAdapter
 from vllm_eagle_mrv2.releases.v0_28 import adapter as v0_28
 from vllm_eagle_mrv2.releases.v0_29 import adapter as v0_29
@@ -241,7 +241,7 @@ def test_lengths_are_the_schedulers() -> None:
 
     # A gap, an end before the largest batch, and more tokens than K.
     config = SimpleNamespace(num_speculative_tokens=3, num_speculative_tokens_per_batch_size=[(1, 2, 5), (4, 5, 1)])
-    lengths = draft_lengths.lengths_by_batch_size(config, MAX_NUM_REQS)
+    lengths = schedule.lengths_by_batch_size(config, MAX_NUM_REQS)
     assert lengths == build_dynamic_sd_schedule_lookup(
         config.num_speculative_tokens_per_batch_size, MAX_NUM_REQS, config.num_speculative_tokens
     )

@@ -140,7 +140,7 @@ class DraftGraphs:
             and self._enabled(Behaviour.TARGET_METADATA_REUSE)
         ):
             return set()
-        uniform = {1 + length for length in self.adapter.lengths}
+        uniform = {1 + length for length in self.adapter.draft_lengths}
         return {each for each in self._full_prefills() if each.uniform_token_count in uniform}
 
     def _full_prefills(self) -> list[Descriptor]:
@@ -239,9 +239,9 @@ class DraftGraphs:
         stock, adapter = self.stock, self.adapter
         manager = stock.decode_cudagraph_manager
         fused = adapter.refreshes_in_graph
-        if fused and len(adapter.lengths) > 1:
+        if fused and len(adapter.draft_lengths) > 1:
             # A batch that drafts one token has no draft decodes.
-            manager.specialize(sorted(adapter.lengths - {0, 1}, reverse=True))
+            manager.specialize(sorted(adapter.draft_lengths - {0, 1}, reverse=True))
         adapter.hooks.on_multi_step_decode_begin(stock.max_num_reqs)
         manager.capture_fresh(
             self.loop.decode_all if fused else self.loop.decode,

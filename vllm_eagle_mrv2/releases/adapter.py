@@ -17,9 +17,9 @@ import torch
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.method import Family
 from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.draft_length.choices import lengths_to_choose_from
 from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_model.head import DraftHead
@@ -31,7 +31,7 @@ from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.patches.draft_length import planned_drafts
 from vllm_eagle_mrv2.patches.draft_tokens import mark_drafted
-from vllm_eagle_mrv2.releases.draft_lengths import lengths_by_batch_size
+from vllm_eagle_mrv2.releases.schedule import lengths_by_batch_size
 from vllm_eagle_mrv2.releases.spec import Release
 
 
@@ -93,12 +93,12 @@ class ReleaseAdapter:
         self.filters_drafts = stock.draft_logits is not None and options.enabled(Behaviour.DRAFT_TOP_K_TOP_P)
         # Ranks with different numbers of draft tokens would wait for each other in the draft's collectives.
         self.skips_unused = alone and options.enabled(Behaviour.SKIP_UNUSED_DRAFTS)
-        self.draft_lengths: list[int] | None = None
+        self.schedule: list[int] | None = None
         """Number of draft tokens by number of requests, as the scheduler looks it up; None if it does not."""
         if alone or not self.chooses_length:
-            self.draft_lengths = lengths_by_batch_size(stock.speculative_config, stock.max_num_reqs)
-        self.lengths = frozenset(
-            (self.draft_lengths or ())[1:]  # batch sizes count from 1
+            self.schedule = lengths_by_batch_size(stock.speculative_config, stock.max_num_reqs)
+        self.draft_lengths = frozenset(
+            (self.schedule or ())[1:]  # batch sizes count from 1
             or lengths_to_choose_from(stock.vllm_config)
             or (stock.num_speculative_steps,)
         )
@@ -236,9 +236,9 @@ class ReleaseAdapter:
         """Return the model runner's batch from the arguments of its call to ``propose``."""
         if self.chooses_length and not dummy_run:
             num_draft_tokens = planned_drafts(input_batch)
-            if self.draft_lengths is not None:
+            if self.schedule is not None:
                 # The scheduler reads the same entry of the same table for the next step.
-                num_draft_tokens = self.draft_lengths[input_batch.num_reqs]
+                num_draft_tokens = self.schedule[input_batch.num_reqs]
             if num_draft_tokens is not None:
                 mark_drafted(input_batch, num_draft_tokens)
         if num_draft_tokens is None:

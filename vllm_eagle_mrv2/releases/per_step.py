@@ -27,7 +27,7 @@ from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, longest_query
-from vllm_eagle_mrv2.releases.draft_lengths import hidden_schedule
+from vllm_eagle_mrv2.releases.schedule import hidden_schedule
 from vllm_eagle_mrv2.releases.surface import class_path
 
 _CAPTURABLE_BUILDERS = frozenset(

@@ -15,8 +15,8 @@ import torch
 from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.config import captured_sizes
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.draft_lengths import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.config.method import METHOD, Settings
+from vllm_eagle_mrv2.draft_length.choices import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.draft_model import fp8
 from vllm_eagle_mrv2.kernels.measured import about
 
@@ -130,7 +130,7 @@ class Facts:
             attention=drafter.attends_by_ours,
             skips_unused=adapter.skips_unused,
             asks_dynamic=bool(getattr(stock.speculative_config, "num_speculative_tokens_per_batch_size", None)),
-            dynamic=adapter.draft_lengths is not None,
+            dynamic=adapter.schedule is not None,
             lengths=lengths_to_choose_from(stock.vllm_config),
             why_constant=why_not_chosen(stock.vllm_config) if asks_for_choice(stock.vllm_config) else None,
         )
