@@ -50,7 +50,7 @@ from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.engine_process import environment
 from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, random_prompts
-from vllm_eagle_mrv2.config.method import METHOD
+from vllm_eagle_mrv2.config.families import METHOD
 
 MARKER = "spin_kernel"
 NAME_LENGTH = 100

@@ -9,7 +9,7 @@ import pytest
 from mtp_model import mtp_engine, our_mtp_speculator, write_mtp_model
 from support import Acceptance, greedy, held_out_prompts, speculator_of
 
-from vllm_eagle_mrv2.config.method import detect_family
+from vllm_eagle_mrv2.config.heads import detect_family
 
 PROMPTS = held_out_prompts(4)
 TOKENS = 16

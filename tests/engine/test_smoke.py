@@ -22,7 +22,7 @@ from support import (
     speculator_of,
 )
 
-from vllm_eagle_mrv2.config.method import FAMILIES
+from vllm_eagle_mrv2.config.families import FAMILIES
 from vllm_eagle_mrv2.releases import installed_release
 
 pytestmark = pytest.mark.smoke

@@ -16,7 +16,8 @@ from packaging.version import Version
 from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.cli.doctor.recorded import recorded
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.method import FAMILIES, Settings
+from vllm_eagle_mrv2.config.families import FAMILIES
+from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases import all_releases, all_required_symbols, release_for

@@ -27,7 +27,7 @@ from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.bench.types import Round, Row, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.list_options import expand
-from vllm_eagle_mrv2.config.method import detect_family
+from vllm_eagle_mrv2.config.heads import detect_family
 
 H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
 CPU = Started(vllm_version="0.32.0", device="cpu", device_name="cpu")

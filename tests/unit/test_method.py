@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vllm_eagle_mrv2.config.families import FAMILIES
+from vllm_eagle_mrv2.config.heads import detect_family
 from vllm_eagle_mrv2.config.method import (
-    FAMILIES,
     MARKER,
     Settings,
-    detect_family,
     is_ours,
     mark,
     names,

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_eagle_mrv2.config.checkpoints import Reader
-from vllm_eagle_mrv2.config.method import METHOD, translate
+from vllm_eagle_mrv2.config.families import METHOD
+from vllm_eagle_mrv2.config.method import translate
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 

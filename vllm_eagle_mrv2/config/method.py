@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_eagle_mrv2.config.checkpoints import Reader
-from vllm_eagle_mrv2.config.families import FAMILIES as FAMILIES
-from vllm_eagle_mrv2.config.families import METHOD as METHOD
-from vllm_eagle_mrv2.config.families import Family as Family
-from vllm_eagle_mrv2.config.heads import check_forced
-from vllm_eagle_mrv2.config.heads import detect_family as detect_family
+from vllm_eagle_mrv2.config.families import FAMILIES, METHOD, Family
+from vllm_eagle_mrv2.config.heads import check_forced, detect_family
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.config.vocab_ranking import KeptTokens, kept_tokens
 from vllm_eagle_mrv2.errors import EagleMRV2Error

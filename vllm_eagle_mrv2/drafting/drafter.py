@@ -16,7 +16,8 @@ import torch
 
 from vllm_eagle_mrv2.batch.buffers import Lookup
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.method import METHOD, Family, Settings, settings_of
+from vllm_eagle_mrv2.config.families import METHOD, Family
+from vllm_eagle_mrv2.config.method import Settings, settings_of
 from vllm_eagle_mrv2.draft_model import attention, compile_ahead, linear
 from vllm_eagle_mrv2.draft_model.head import DraftHead
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits

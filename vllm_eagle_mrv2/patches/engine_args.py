@@ -15,11 +15,10 @@ from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.config import captured_sizes, kill_switch, one_model
 from vllm_eagle_mrv2.config.checkpoints import Reader, check_weights
 from vllm_eagle_mrv2.config.draft_config import fit_to_target
-from vllm_eagle_mrv2.config.families import Family
+from vllm_eagle_mrv2.config.families import METHOD, Family
 from vllm_eagle_mrv2.config.heads import check_fit
 from vllm_eagle_mrv2.config.method import (
     MARKER,
-    METHOD,
     Settings,
     canonical,
     is_ours,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pluggy
 from packaging.version import InvalidVersion, Version
 
-from vllm_eagle_mrv2.config.method import METHOD
+from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases import v0_20, v0_22, v0_23, v0_26, v0_28, v0_29, v0_32
 from vllm_eagle_mrv2.releases.spec import PROJECT, Release, ReleaseSpec

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch
-from vllm_eagle_mrv2.config.method import Family
+from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from vllm_eagle_mrv2.config.method import Family
+from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs
 from vllm_eagle_mrv2.releases import per_step
 from vllm_eagle_mrv2.releases.per_step import PerStepAdapter

@@ -17,7 +17,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.method import FAMILIES, METHOD, Family, Settings
+from vllm_eagle_mrv2.config.families import FAMILIES, METHOD, Family
+from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases.surface import Symbol
 

@@ -14,7 +14,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from vllm_eagle_mrv2.config.method import METHOD
+from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 

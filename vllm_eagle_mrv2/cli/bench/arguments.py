@@ -17,7 +17,8 @@ from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.demo.pair import PAIR, load_prompts
 from vllm_eagle_mrv2.cli.doctor.command import version_of
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.config.method import METHOD, detect_family
+from vllm_eagle_mrv2.config.families import METHOD
+from vllm_eagle_mrv2.config.heads import detect_family
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY, parse_options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 

@@ -16,7 +16,7 @@ from vllm_eagle_mrv2.cli.bench.shapes import OWN_HEAD_PLUGIN, Shape, kv_cache_by
 from vllm_eagle_mrv2.cli.bench.types import Batch, Job, Round, Row, Started
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
 from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.config.method import METHOD
+from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 
 AnyRow = TypeVar("AnyRow")

@@ -28,7 +28,7 @@ from vllm_eagle_mrv2.cli.demo.types import Job, Measurement
 from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
 from vllm_eagle_mrv2.cli.errors import CommandError, reported
 from vllm_eagle_mrv2.cli.progress import OnProgress, Track, progress
-from vllm_eagle_mrv2.config.method import METHOD
+from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 
 _NO_FLOAT32 = "No valid attention backend"

@@ -38,7 +38,8 @@ from vllm_eagle_mrv2.cli.doctor.report import (
 )
 from vllm_eagle_mrv2.config import kill_switch
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.method import FAMILIES, METHOD, Settings
+from vllm_eagle_mrv2.config.families import FAMILIES, METHOD
+from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels.measured import about

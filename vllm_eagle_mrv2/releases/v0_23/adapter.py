@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
-from vllm_eagle_mrv2.config.method import Family
+from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.drafting.capture import CollectsAttentionState
 from vllm_eagle_mrv2.releases import per_step, v0_23
 from vllm_eagle_mrv2.releases.per_step import PerStepAdapter

@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
-from vllm_eagle_mrv2.config.method import Family
+from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.releases import v0_26
 from vllm_eagle_mrv2.releases.per_step import PerStepAdapter
 
