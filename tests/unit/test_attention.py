@@ -51,6 +51,7 @@ class Layer(nn.Module):
 @pytest.fixture(autouse=True)
 def _as_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_FLASH_ATTENTION", f"{Impl.__module__}.{Impl.__qualname__}")
+    monkeypatch.setattr(attention, "_LAYER", f"{Layer.__module__}.{Layer.__qualname__}")
     if DEVICE.type == "cpu":  # programs run one after the other
         monkeypatch.setattr(single_token_attention, "multiprocessors", lambda device: 8)
 
@@ -69,7 +70,7 @@ def metadata(**changed: Any) -> Any:
     )
 
 
-def attend(layer: Layer, form: str, of_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(layer: Layer, form: str, of_batch: Any, *, profiled: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """What the layer gives for a batch, and what it should."""
     generator = torch.Generator().manual_seed(1)
     caches = torch.randn(2, 9, BLOCK, KV_HEADS, WIDTH, generator=generator).to(DEVICE, torch.float16)
@@ -80,7 +81,8 @@ def attend(layer: Layer, form: str, of_batch: Any) -> tuple[torch.Tensor, torch.
         "one row": torch.cat((*caches,), dim=-1).transpose(1, 2).contiguous(),
     }[form]
     output = torch.zeros(4, HEADS, WIDTH, dtype=torch.float16, device=DEVICE)
-    layer.impl.forward(layer, query, None, None, kv_cache, None, output.clone())  # the profile run
+    if profiled:
+        layer.impl.forward(layer, query, None, None, kv_cache, None, output.clone())
     layer.impl.forward(layer, query, None, None, kv_cache, of_batch, output)
     lengths = torch.tensor(LENGTHS)
     return output, single_token_attention_reference(
@@ -102,6 +104,15 @@ def test_one_token_a_request(form: str, of_batch: Callable[[], Any], monkeypatch
     output, expected = attend(layer, form, of_batch())
     torch.testing.assert_close(output[:3].float(), expected, rtol=0.01, atol=0.01)
     assert not output[3:].any()
+
+
+def test_a_worker_that_joins_later_has_no_profile_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As elastic expert parallelism adds them."""
+    monkeypatch.setattr(attention, "_two_come_first", lambda: True)
+    layer = Layer()
+    attention.install(nn.ModuleList([layer]), nn.Module())
+    output, expected = attend(layer, "two first", own_metadata(), profiled=False)
+    torch.testing.assert_close(output[:3].float(), expected, rtol=0.01, atol=0.01)
 
 
 def test_scratch_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +205,16 @@ def test_other_batches_are_stocks(other: dict[str, Any]) -> None:
 )
 def test_layers_with_more_to_them_are_stocks(other: dict[str, Any]) -> None:
     assert not attention.install(nn.ModuleList([Layer(), Layer(**other)]), nn.Module())
+
+
+def test_layers_that_change_their_metadata_are_stocks() -> None:
+    """Chunked attention and attention to a static sink are subclasses with the same backend."""
+
+    class ChunkedLayer(Layer): ...
+
+    chunked = ChunkedLayer()
+    assert not attention.install(nn.ModuleList([Layer(), chunked]), nn.Module())
+    assert "forward" not in vars(chunked.impl)
 
 
 def test_the_targets_layers_stay() -> None:

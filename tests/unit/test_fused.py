@@ -26,6 +26,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference
 from vllm_eagle_mrv2.patches import draft_tokens
 from vllm_eagle_mrv2.patches.wrap import wrap
 from vllm_eagle_mrv2.releases import autoregressive, fused, installed_version, schedule
@@ -407,6 +408,38 @@ def test_the_host_builds_before_a_replay_where_it_must(refreshed: bool, monkeypa
     assert adapter.stock.block_tables.asked == [(3, [0, 1, 2, 3], 8)] * builds
     # One graph of the whole phase would leave the host no time to.
     assert adapter.decodes_follow_prefill is refreshed
+
+
+@pytest.mark.parametrize("kernel_block_size", [None, 16])
+def test_decodes_do_not_follow_where_tables_must_be_written(kernel_block_size: int | None) -> None:
+    """A backend with smaller blocks than the cache has tables of its own, written before the draft decodes."""
+    groups = groups_of(builder(*COMPLETE[0]))
+    groups[0][0].kernel_block_size = kernel_block_size
+    adapter = adapter_on(v0_32.Adapter, supports_decode_metadata_update=True, attn_groups=groups)
+    adapter.take_attention(by_ours=False)
+    assert adapter.refreshes_in_graph
+    assert adapter.decodes_follow_prefill is (kernel_block_size is None)
+
+
+@pytest.mark.parametrize(
+    ("kernel_blocks", "slots"),
+    [
+        (None, [1280, 1410, 1159]),  # the table has the cache's blocks of 128 tokens, 10 and 9
+        ([64], [640, 1154, 583]),  # and from 0.22 to 0.31 those of a backend, here of half the size
+    ],
+)
+def test_slots_are_counted_in_the_blocks_of_the_table(kernel_blocks: list[int] | None, slots: list[int]) -> None:
+    tables: Any = Tables()
+    tables.block_sizes_tensor = torch.tensor([128], dtype=torch.int32)
+    if kernel_blocks is not None:
+        tables.kernel_block_sizes = kernel_blocks
+    tables.block_tables = [SimpleNamespace(gpu=torch.tensor([[10, 11, 18, 19], [9, 9, 9, 9]], dtype=torch.int32))]
+    tables.slot_mappings = torch.zeros(1, 3, dtype=torch.int64)
+    tables.num_kv_cache_groups = tables.cp_size = 1
+    table = adapter_on(v0_29.Adapter, block_tables=tables).slot_table()
+    found: Any = SimpleNamespace(positions=torch.tensor([0, 130, 7]), idx_mapping=torch.tensor([0, 0, 1]))
+    look_up_slots_reference(table, found, [0, 1, 2])
+    assert table.slots.tolist() == slots
 
 
 @pytest.mark.parametrize("by_descriptor", [True, False], ids=["0.30 and 0.31", "0.28 and 0.29"])

@@ -262,6 +262,8 @@ def test_graphs_that_were_dropped_are_not_replayed(phases: Any) -> None:
         ({"last": 4}, {}, None),  # graphs of larger batches are the draft's alone
         ({"last": 8}, {"disable": {Behaviour.ONE_DRAFT_GRAPH}}, None),
         ({"last": 8}, {"stages": 2}, None),
+        ({"last": 8, "width": 3}, {}, None),  # the draft is handed other states (DeepSeek V4)
+        ({"last": 8, "width": 3, "aux": [8, 8]}, {}, "aux"),
         (None, {}, None),  # no runner of this kind
     ],
     ids=str,
@@ -274,10 +276,11 @@ def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, 
         parallel={"pipeline_parallel_size": changed.get("stages", 1)},
         prefill_cudagraph_manager=SimpleNamespace(_capture_descs=descs),
     )
+    width = drafter.loop.buffers.hidden_states.shape[1]
     if target is not None:
-        last = None if target["last"] is None else torch.zeros(target["last"], 2)
+        last = None if target["last"] is None else torch.zeros(target["last"], target.get("width", width))
         graphs = SimpleNamespace(
-            hidden_states=last, aux_hidden_states=[torch.zeros(n, 2) for n in target.get("aux", ())]
+            hidden_states=last, aux_hidden_states=[torch.zeros(n, width) for n in target.get("aux", ())]
         )
         drafter.graphs.target_graphs = lambda: graphs
     found = drafter.graphs._find_target_outputs()

@@ -522,19 +522,13 @@ def test_weights_that_vllm_loads_again_are_rounded_into_the_same_memory() -> Non
     assert draft.fc.weight_scale.equal(scales)
 
 
-class Routed(Draft):
-    """A draft with a router."""
+@pytest.mark.parametrize("name", ["gate", "fused_qkv_a_proj"])
+def test_a_router_and_what_other_code_reads_stay(name: str) -> None:
+    from vllm.model_executor.layers.linear import ReplicatedLinear
 
-    def __init__(self, target: Target) -> None:
-        from vllm.model_executor.layers.linear import ReplicatedLinear
-
-        super().__init__(target)
-        self.gate = ReplicatedLinear(HIDDEN, 8, bias=False, params_dtype=torch.float32, return_bias=False)
-
-
-def test_a_router_stays() -> None:
     target = Target()
-    draft = Routed(target)
+    draft = Draft(target)
+    setattr(draft, name, ReplicatedLinear(HIDDEN, 8, bias=False, params_dtype=torch.float32, return_bias=False))
     assert linear.install(draft, target, rounds=True).rounded == (draft.fc,)
 
 

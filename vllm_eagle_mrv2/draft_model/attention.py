@@ -24,6 +24,8 @@ from vllm_eagle_mrv2.releases.surface import class_path
 
 _ATTENTION = "vllm.model_executor.models.llama.LlamaAttention"
 """The module that passes the output of RoPE to its attention layer only."""
+_LAYER = "vllm.model_executor.layers.attention.attention.Attention"
+"""The attention layer that leaves its metadata to the backend; its subclasses change it (chunks, sinks)."""
 _BACKENDS = "vllm.v1.attention.backends"
 _FLASH_ATTENTION = f"{_BACKENDS}.flash_attn.FlashAttentionImpl"
 _FLASHINFER = f"{_BACKENDS}.flashinfer.FlashInferImpl"
@@ -99,7 +101,7 @@ def install(
     shared = {id(module) for module in target.modules()}
     layers = [module for module in draft.modules() if id(module) not in shared and hasattr(module, "impl")]
     kernels: dict[tuple[int, ...], SingleTokenAttention] = {}
-    plain = [layer for layer in layers if _is_plain(layer.impl)]
+    plain = [layer for layer in layers if class_path(type(layer)) == _LAYER and _is_plain(layer.impl)]
     ropes = {} if positions is None else _take_ropes(draft, plain, positions, max_model_len)
     for layer in plain:
         _attend_by_ours(layer.impl, kernels, ropes.get(id(layer)), read)
@@ -184,11 +186,16 @@ def _attend_by_ours(
     shape = _shape(impl)
     update = _CacheUpdate(impl, rope)
 
+    def kernel_for(device: torch.device) -> SingleTokenAttention:
+        if shape not in kernels:
+            kernels[shape] = SingleTokenAttention(*shape, device)
+        return kernels[shape]
+
     def attend(
         query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, **how: Any
     ) -> Any:
         key_cache, value_cache = _caches(kv_cache, impl)
-        return kernels[shape](
+        return kernel_for(query.device)(
             query,
             key_cache,
             value_cache,
@@ -218,8 +225,7 @@ def _attend_by_ours(
             return output
         if attn_metadata is None:
             # The profile run.  Memory allocated during weight loading would be freed with the weights when vLLM sleeps.
-            if shape not in kernels:
-                kernels[shape] = SingleTokenAttention(*shape, query.device)
+            kernel_for(query.device)
         elif plain and _is_for_us(attn_metadata, query):
             num_reqs = attn_metadata.num_actual_tokens
             where, _ = update.taken()

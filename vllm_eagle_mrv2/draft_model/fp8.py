@@ -17,8 +17,8 @@ from vllm_eagle_mrv2.kernels.fp8 import quantized
 
 SCALE = "weight_scale"
 """Name of the parameter that holds the scales [N] float32 of a layer's FP8 weights."""
-# Routers have few weights, and other code reads those of the latent KV projection.
-_LEFT = frozenset({"gate", "router", "shared_expert_gate", "kv_b_proj"})
+# Routers have few weights, and other code reads those of the latent projections.
+_LEFT = frozenset({"gate", "router", "shared_expert_gate", "kv_b_proj", "fused_qkv_a_proj"})
 OPTION = "draft_quantization"
 _REMEDY = f"leave {OPTION} out"
 

@@ -160,6 +160,8 @@ class DraftGraphs:
         if target.hidden_states is None:  # no FULL graph
             return None
         outputs = TargetStates(target.hidden_states, target.aux_hidden_states)
+        if not outputs.aux and outputs.last.shape[1:] != self.loop.buffers.hidden_states.shape[1:]:
+            return None  # vLLM hands the draft other states than the graph's outputs (DeepSeek V4)
         widest = max((each.num_tokens for each in self._full_prefills()), default=0)  # padding included
         return outputs if all(len(each) >= widest for each in outputs.used) else None
 

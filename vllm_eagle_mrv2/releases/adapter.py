@@ -112,6 +112,8 @@ class ReleaseAdapter:
         self.sampling_states: Any = None  # the target sampler's
         self.needs_no_builder = False
         """Whether draft decodes need only `decode_metadata`, without a builder or a plan."""
+        self.splits_blocks = False
+        """Whether a backend of the draft has tables of its own, for blocks smaller than the cache's (from 0.32 on)."""
         self.refreshes_in_graph = False
         """Whether decode metadata can be refreshed inside a graph, for every attention backend of the draft."""
 
@@ -152,17 +154,17 @@ class ReleaseAdapter:
             for builder in self.builders():
                 if hasattr(builder, "aot_schedule"):
                     builder.aot_schedule = False  # the schedule would not be read
+        groups = chain.from_iterable(self.stock.attn_groups)
+        self.splits_blocks = any(getattr(group, "kernel_block_size", None) for group in groups)
         self.needs_no_builder = by_ours and self._tables_hold_the_blocks()
         self.refreshes_in_graph = self.needs_no_builder or self.builders_refresh
 
     def _tables_hold_the_blocks(self) -> bool:
         """Whether the block tables say where every key and value of the draft is."""
-        groups = list(chain.from_iterable(self.stock.attn_groups))
         return (
             self.stock.block_tables.cp_size == 1
             and not self.prefills_in_parts
-            # From 0.32 on a backend may have smaller blocks than the block tables.
-            and not any(getattr(group, "kernel_block_size", None) for group in groups)
+            and not self.splits_blocks
             # On newer GPUs FlashInfer chooses kernels that need no plan; they are kept.
             and not any(getattr(builder, "use_trtllm_decode_attention", False) for builder in self.builders())
         )
@@ -191,16 +193,18 @@ class ReleaseAdapter:
         """Whether the CPU has nothing to do between a draft prefill and the last draft decode."""
         # Data-parallel ranks agree on each graph separately; expert load balancing is told of every forward pass.
         balanced = self.stock.vllm_config.parallel_config.enable_eplb
-        return self.refreshes_in_graph and self.pcp_manager is None and self.stock.dp_size == 1 and not balanced
+        alone = self.pcp_manager is None and self.stock.dp_size == 1 and not balanced
+        # A backend's own tables are written between the draft prefill and the draft decodes.
+        return self.refreshes_in_graph and alone and not self.splits_blocks
 
     def slot_table(self) -> SlotTable | None:
         """Return the slot table from vLLM's ``BlockTables``; None unless one table determines the slots."""
         tables = self.stock.block_tables
         if tables.num_kv_cache_groups != 1 or tables.cp_size != 1:
             return None
-        # Read from the device tensor, because the releases name the block size attribute differently.
-        block_size = int(tables.block_sizes_tensor[0])
-        return SlotTable(tables.block_tables[0].gpu, tables.slot_mappings[0], block_size)
+        # From 0.22 to 0.31 the tables hold the attention backend's blocks, which may be smaller than the cache's.
+        block_sizes = getattr(tables, "kernel_block_sizes", tables.block_sizes_tensor)
+        return SlotTable(tables.block_tables[0].gpu, tables.slot_mappings[0], int(block_sizes[0]))
 
     def prepare_capture(
         self, manager: Any, descriptor: Descriptor, num_reqs: int, input_buffers: Any, attn_groups: Any

@@ -310,6 +310,7 @@ EVERYWHERE: tuple[Symbol, ...] = (
         Symbol(f"{GPU}.block_table", f"BlockTables.{name}", why="read or written for the next step's slots")
         for name in ("slot_mappings", "block_tables", "block_sizes_tensor", "num_kv_cache_groups", "cp_size")
     ),
+    Symbol(f"{GPU}.block_table", "BlockTables.kernel_block_sizes", releases=">=0.22,<0.32"),
     *(Symbol(f"{GPU}.input_batch", f"InputBatch.{name}") for name in _INPUT_BATCH),
     Symbol("vllm.config.compilation", "CUDAGraphMode.decode_mode"),
 )
