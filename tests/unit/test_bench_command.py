@@ -27,6 +27,7 @@ from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.bench.types import Round, Row, Started
 from vllm_eagle_mrv2.cli.errors import CommandError
 from vllm_eagle_mrv2.cli.list_options import expand
+from vllm_eagle_mrv2.config.checkpoints import Reader
 from vllm_eagle_mrv2.config.heads import detect_family
 
 H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
@@ -133,11 +134,49 @@ def test_a_drawing_of_no_known_format_is_refused_first(tmp_path: Path) -> None:
     assert "ends in one of" in result.output
 
 
-@pytest.mark.parametrize("text", ["one\n\ntwo\n", '{"prompt": "one"}\n{"prompt": "two"}\n'])
-def test_prompts_of_a_file(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one\n\ntwo\n", ["one", "two"]),
+        ("one\r\ntwo", ["one", "two"]),
+        ('{"prompt": "one"}\n{"prompt": "two"}\n', ["one", "two"]),
+        ('\ufeff{"prompt": "one"}\n{"prompt": "two"}\n', ["one", "two"]),  # as some editors begin files
+        ('{"prompt": "one\u2028line"}\n{"prompt": "two"}\n', ["one\u2028line", "two"]),
+        ("one\fpage\ntwo\n", ["one\fpage", "two"]),
+    ],
+)
+def test_prompts_of_a_file(text: str, expected: list[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts"
-    file.write_text(text)
-    assert arguments.read_prompts(file) == ["one", "two"]
+    file.write_bytes(text.encode())
+    assert arguments.read_prompts(file) == expected
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_folder_is_no_file_for_results(option: str, tmp_path: Path) -> None:
+    folder = tmp_path / "results.png"
+    folder.mkdir()
+    json_output, plot = (str(folder), None) if option == "--json" else (None, folder)
+    with pytest.raises(CommandError, match="cannot be written"):
+        arguments.check_outputs(json_output, plot)
+
+
+def test_the_family_is_read_as_the_engine_reads_the_models(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def detect(*given: Any) -> str:
+        print("vLLM says something")
+        asked.extend(given)
+        return "mtp"
+
+    monkeypatch.setattr(arguments, "detect_family", detect)
+    overrides = {"trust_remote_code": True, "hf_token": "secret", "speculative_config": {"revision": "main"}}
+    nothing = arguments.ShapeRequests([])
+    subject = arguments.subject_of(tmp_path, "target", None, None, None, None, None, overrides, nothing)
+    assert subject.family == "mtp"
+    assert asked == [None, "target", "main", Reader(trust_remote_code=True, hf_token="secret")]
+    assert capsys.readouterr().out == "", "standard output may be the JSON's alone"
 
 
 @pytest.mark.parametrize("text", ["\n", '{"prompt": "one"}\ntwo\n', '{"text": "one"}\n', '{"prompt": 1}\n'])

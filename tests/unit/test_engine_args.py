@@ -20,7 +20,9 @@ from packaging.version import Version
 from safetensors.torch import save_file
 
 from vllm_eagle_mrv2 import plugin, releases
+from vllm_eagle_mrv2.config import one_model
 from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
+from vllm_eagle_mrv2.config.checkpoints import Reader
 from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.config.method import MARKER, Settings, settings_of
 from vllm_eagle_mrv2.config.options import Options
@@ -657,6 +659,41 @@ def test_a_head_of_another_target(
     message = refused(arguments)
     assert says in message
     assert f"{models['target']} has {64 if 'size 32' in message else 128}; give the head of this target" in message
+
+
+def test_arguments_that_are_changed_between_two_uses(models: dict[str, str]) -> None:
+    arguments = ask(models)
+    arguments.create_engine_config()
+    arguments.additional_config = {"eagle_mrv2": {"draft_logits_dtype": "head"}}
+    settings = settings_in(arguments.create_engine_config())
+    assert settings == Settings("eagle", Options(draft_logits_dtype="head"))
+    arguments.speculative_config["enforce_eager"] = True
+    settings = settings_in(arguments.create_engine_config())
+    assert settings == Settings("eagle", Options(draft_logits_dtype="head"), enforce_eager=True)
+    arguments.additional_config = {"eagle_mrv2": {"nonsense": 1}}
+    assert "unknown option 'nonsense'" in refused(arguments)
+
+
+@pytest.mark.parametrize("model", ["target.gguf", "s3://bucket/target"])
+def test_a_target_whose_configuration_is_read_later(model: str, tmp_path: Path) -> None:
+    """A GGUF file would be read as a whole."""
+    file = tmp_path / "target.gguf"
+    file.write_bytes(b"GGUF")
+
+    class Unread(Reader):
+        def config(self, model: str, revision: str | None = None) -> Any:
+            raise AssertionError(model)
+
+    arguments: Any = SimpleNamespace(model=model if "://" in model else str(file), revision=None)
+    assert one_model.split(arguments, {"model": "head"}, Unread()) == {"model": "head"}
+
+
+def test_a_draft_that_is_loaded_in_another_way(models: dict[str, str]) -> None:
+    if releases.installed_version() < Version("0.31"):
+        pytest.skip("vLLM loads a draft as its target")
+    arguments = ask(models, load_format="auto")
+    arguments.speculative_config["draft_load_config"] = {"load_format": "dummy"}
+    assert settings_in(arguments.create_engine_config()) is not None
 
 
 def test_a_folder_without_weights(models: dict[str, str], tmp_path: Path) -> None:

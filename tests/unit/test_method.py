@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -213,6 +214,23 @@ def test_num_speculative_tokens_however_written(given: object, tokens: int) -> N
     taken = translate(asked, "t", Options())[0]["num_speculative_tokens"]
     assert taken == tokens
     assert type(taken) is int
+
+
+@pytest.mark.parametrize(
+    ("given", "on"), [(True, True), ("True", True), (1, True), ("false", False), (None, False), ("perhaps", False)]
+)
+def test_flags_are_read_as_vllm_reads_them(given: object, on: bool) -> None:
+    """The short form and dotted options give text."""
+    asked = {"method": "eagle_mrv2:eagle", "model": "/m", "num_speculative_tokens": 3}
+    assert translate(asked | {"enforce_eager": given}, "t", Options())[1].enforce_eager is on
+    with pytest.raises(EagleMRV2Error) if on else nullcontext():
+        translate(asked | {"parallel_drafting": given}, "t", Options())
+
+
+@pytest.mark.parametrize("pair", [("s3://bucket/head", "t"), (None, "s3://bucket/target")], ids=str)
+def test_object_storage_needs_the_family(pair: tuple[str | None, str]) -> None:
+    with pytest.raises(EagleMRV2Error, match="name it with method=eagle_mrv2:eagle, :eagle3 or :mtp"):
+        detect_family(*pair)
 
 
 def test_parallel_drafting_is_refused() -> None:

@@ -91,6 +91,11 @@ class Reader:
         return read
 
 
+def is_stored(model: str) -> bool:
+    """Whether a model lies in object storage, from which vLLM fetches it later."""
+    return "://" in model
+
+
 def is_mtp(draft_config: Any) -> bool:
     """Whether vLLM drafts with a model as MTP, judging by its configuration from `Reader.draft_config`."""
     from vllm.config.speculative import MTPModelTypes

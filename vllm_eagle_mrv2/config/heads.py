@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from vllm_eagle_mrv2.config.checkpoints import Reader, is_mtp, tensor_names
+from vllm_eagle_mrv2.config.checkpoints import Reader, is_mtp, is_stored, tensor_names
 from vllm_eagle_mrv2.config.families import METHOD, Family
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
@@ -43,6 +43,11 @@ def detect_family(model: str | None, target: str, revision: str | None = None, r
         EagleMRV2Error: the checkpoint cannot be read, or it is neither an EAGLE nor an MTP head.
     """
     reader = reader or Reader()
+    if is_stored(model or target):
+        raise EagleMRV2Error(
+            f"the draft's family is not read from object storage ({model or target}); name it with "
+            f"method={METHOD}:eagle, :eagle3 or :mtp."
+        )
     if model is None:
         if reader.has_mtp_layers(target, revision):
             return "mtp"

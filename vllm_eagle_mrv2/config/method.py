@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from vllm_eagle_mrv2.config.checkpoints import Reader
 from vllm_eagle_mrv2.config.families import FAMILIES, METHOD, Family
 from vllm_eagle_mrv2.config.heads import check_forced, detect_family
@@ -141,7 +143,7 @@ def translate(
         raise EagleMRV2Error(
             f"method={METHOD} needs a draft model: set model in the speculative configuration to an EAGLE head."
         )
-    if config.get("parallel_drafting"):
+    if is_on(config.get("parallel_drafting")):
         raise EagleMRV2Error(
             "Model Runner V2 lacks parallel drafting for EAGLE; leave parallel_drafting out of the speculative "
             "configuration."
@@ -151,8 +153,16 @@ def translate(
     if model is None:
         del config["model"]
     config["method"] = family
-    enforce_eager = config.get("enforce_eager") is True
+    enforce_eager = is_on(config.get("enforce_eager"))
     return config, Settings(family, options, enforce_eager, _kept_tokens(family, options))
+
+
+def is_on(flag: object) -> bool:
+    """Whether a flag is set as vLLM reads it: text and numbers count, too."""
+    try:
+        return TypeAdapter(bool).validate_python(flag)
+    except ValidationError:  # vLLM refuses it
+        return False
 
 
 def _whole_number(tokens: object) -> int:

@@ -7,9 +7,10 @@ ignores the user's speculative configuration.  Splitting it beforehand with vLLM
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from vllm_eagle_mrv2.config.checkpoints import Reader
+from vllm_eagle_mrv2.config.checkpoints import Reader, is_stored
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 
@@ -25,6 +26,8 @@ def split(engine_args: Any, asked: Mapping[str, Any], reader: Reader) -> dict[st
         EagleMRV2Error: vLLM cannot split the checkpoint, or another draft is given as well.
     """
     checkpoint = engine_args.model
+    if Path(checkpoint).is_file() or is_stored(checkpoint):  # GGUF, or read later
+        return dict(asked)
     try:
         if "speculators_config" not in reader.config(checkpoint, engine_args.revision):
             return dict(asked)

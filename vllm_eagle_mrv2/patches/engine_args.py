@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+from packaging.version import Version
 from pydantic import ValidationError
 
 from vllm_eagle_mrv2 import __version__
@@ -21,6 +22,7 @@ from vllm_eagle_mrv2.config.method import (
     MARKER,
     Settings,
     canonical,
+    is_on,
     is_ours,
     mark,
     names,
@@ -33,6 +35,8 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches.wrap import Function
 
 _V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_OWN_LOAD_CONFIG = Version("0.31")
+"""The first release that loads a draft by its ``draft_load_config`` and not as its target."""
 _SET_BY_US = "01"  # vLLM reads it as 1, and it differs from a value that the user set
 
 
@@ -260,9 +264,11 @@ def take_settings(engine_args: Any) -> Settings | None:
     if isinstance(given, dict) and MARKER in given:
         settings = cast(Settings, given[MARKER])
         unchanged = given.get("method") == settings.family
-        if unchanged and not kill_switch.is_on():
+        as_before = parse_options(engine_args.additional_config) == settings.options
+        as_before &= is_on(given.get("enforce_eager")) == settings.enforce_eager
+        if unchanged and as_before and not kill_switch.is_on():
             return settings
-        # The arguments were used before, and since then the method was changed or switched off: translate them again.
+        # The arguments were used before, and since then they were changed or switched off: translate them again.
         given = {key: value for key, value in given.items() if key != MARKER}
         if unchanged:
             given["method"] = f"{METHOD}:{settings.family}"
@@ -300,7 +306,9 @@ def take_settings(engine_args: Any) -> Settings | None:
     translated, settings = translate(asked, engine_args.model, options, reader)
     release.check_settings(settings, engine_args)
     if "model" in translated:
-        check_weights(translated["model"], engine_args.load_format)
+        own = translated.get("draft_load_config") if releases.installed_version() >= _OWN_LOAD_CONFIG else None
+        load_format = own.get("load_format") if isinstance(own, dict) else None
+        check_weights(translated["model"], load_format or engine_args.load_format)
     engine_args.speculative_config = {**translated, MARKER: settings}
     return settings
 

@@ -191,8 +191,9 @@ FIXES = (
     ),
     Fix(symptom="MTP layers of Qwen3-Next and Qwen3.5 refuse `mamba_cache_mode=all`", stock=">=0.32", why=_MODEL_CLASS),
     Fix(
-        symptom="`load_config` of the draft is ignored",
+        symptom="`draft_load_config` is ignored",
         upstream="#55337",
-        why="vLLM has it open, and no release honours it",
+        stock=">=0.31",
+        why="below 0.31 vLLM loads a draft as its target",
     ),
 )

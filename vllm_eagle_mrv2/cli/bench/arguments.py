@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import platform
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,8 +17,9 @@ from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.cli.bench.engines import Subject, shape_subject
 from vllm_eagle_mrv2.cli.bench.shapes import Shape
 from vllm_eagle_mrv2.cli.demo.pair import PAIR, load_prompts
-from vllm_eagle_mrv2.cli.doctor.command import version_of
+from vllm_eagle_mrv2.cli.doctor.command import quiet, version_of
 from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.config.checkpoints import Reader
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.heads import detect_family
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY, parse_options
@@ -60,8 +63,13 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's log on std
 def check_outputs(json_output: str | None, plot: Path | None) -> None:
     """Raise `CommandError` if the results cannot be written where they are asked for."""
     for option, path in (("--json", json_output), ("--plot", plot)):
-        if path is not None and path != "-" and not Path(path).resolve().parent.is_dir():
+        if path is None or path == "-":
+            continue
+        file = Path(path).resolve()
+        if not file.parent.is_dir():
             raise CommandError(f"{option} {path}: there is no such folder; make it first.", 2)
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise CommandError(f"{option} {path}: this cannot be written; give a file that can.", 2)
     if plot is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
@@ -113,11 +121,13 @@ def subject_of(
     shape: Shape | None,
     prompts: Path | None,
     max_model_len: int | None,
+    overrides: Mapping[str, Any],
     of_shape: ShapeRequests,
 ) -> Subject:
     """The models that the options name.
 
     Args:
+        overrides: the engines' arguments in ``--engine``.
         of_shape: requests for random weights.
 
     Raises:
@@ -141,18 +151,27 @@ def subject_of(
         return Subject(
             f"demo pair, {name}", str(PAIR / "target"), str(PAIR / name), name, texts, arguments, offline=True
         )
-    try:
-        name = family.value if family else detect_family(draft, model)
-    except EagleMRV2Error as error:
-        raise CommandError(str(error), 2) from None
+    name = family.value if family else _family_of(draft, model, overrides)
     title = f"{model} with {draft}, {name}" if draft else f"{model}, {name}"
     return Subject(title, model, draft, name, texts, {"max_model_len": 4096, **length})
+
+
+def _family_of(draft: str | None, model: str, overrides: Mapping[str, Any]) -> str:
+    reader = Reader(
+        bool(overrides.get("trust_remote_code")), overrides.get("config_format", "auto"), overrides.get("hf_token")
+    )
+    revision = overrides.get("speculative_config", {}).get("revision")
+    try:
+        with quiet():  # vLLM's log would be in the JSON of --json -
+            return detect_family(draft, model, revision, reader)
+    except EagleMRV2Error as error:
+        raise CommandError(str(error), 2) from None
 
 
 def read_prompts(file: Path) -> list[str]:
     """The prompts of a file, one a line; `CommandError` if there are none."""
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"--prompts {file} cannot be read ({error}).", 2) from None
     if not lines:

@@ -83,15 +83,16 @@ def bench(
             raise CommandError("--against ours needs --disable, the behaviours that the other engine lacks.", 2)
         most = max(batch)
         of_shape = arguments.ShapeRequests(token_prompts(most), most * (PROMPT_TOKENS + (tokens or _TOKENS)))
+        overrides = arguments.json_object("--engine", engine)
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
                 subject=arguments.subject_of(
-                    Path(folder), model, draft, family, shape, prompts, max_model_len, of_shape
+                    Path(folder), model, draft, family, shape, prompts, max_model_len, overrides, of_shape
                 ),
                 against_ours=against is Against.ours,
                 options=arguments.method_options(option, names),
                 disable=names,
-                overrides=arguments.json_object("--engine", engine),
+                overrides=overrides,
                 max_num_seqs=max(MAX_NUM_SEQS, *batch),
                 gpu_memory_utilization=gpu_memory_utilization,
                 ignore_eos=not stop_at_eos,

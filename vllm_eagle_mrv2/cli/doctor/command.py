@@ -93,7 +93,7 @@ def doctor(
     deployment = None
     if model is not None:
         deployment = Deployment(model, draft, num_speculative_tokens, max_num_seqs, probabilistic, trust_remote_code)
-    with _quiet():
+    with quiet():
         report = examine(deployment) if surface is None else examine_recorded(surface)
     if json_output:
         typer.echo(report.model_dump_json(indent=2))
@@ -159,7 +159,7 @@ def examine_recorded(wanted: str) -> DoctorReport:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the output of vLLM's imports away from standard output, which is for the report alone."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -97,14 +97,15 @@ def bench_load(
         of_shape = arguments.ShapeRequests(
             random_prompts(prompt_tokens), most * traffic.tokens_of_a_request(prompt_tokens)
         )
+        overrides = arguments.json_object("--engine", engine)
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
                 subject=arguments.subject_of(
-                    Path(folder), model, draft, family, shape, prompts, max_model_len, of_shape
+                    Path(folder), model, draft, family, shape, prompts, max_model_len, overrides, of_shape
                 ),
                 options=arguments.method_options(option, []),
                 acceptance=shares,
-                overrides=arguments.json_object("--engine", engine),
+                overrides=overrides,
                 max_num_seqs=max(MAX_NUM_SEQS, *(level.concurrency or 0 for level in levels)),
                 gpu_memory_utilization=gpu_memory_utilization,
                 ignore_eos=not stop_at_eos,

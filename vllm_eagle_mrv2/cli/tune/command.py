@@ -88,16 +88,19 @@ def tune(
         shares = shares_of(acceptance, shape, k)
         check_range("--prompt-tokens", *prompt_tokens)
         check_range("--output-tokens", *output_tokens)
+        overrides = _overrides(engine, levels)
         with tempfile.TemporaryDirectory() as folder:
             of_shape = arguments.ShapeRequests(random_prompts(prompt_tokens))
-            subject = arguments.subject_of(Path(folder), model, draft, family, shape, prompts, max_model_len, of_shape)
+            subject = arguments.subject_of(
+                Path(folder), model, draft, family, shape, prompts, max_model_len, overrides, of_shape
+            )
             if shape is not None:
                 del subject.arguments[FIXED_KV_CACHE]  # the only engine takes what its requests in flight need
             setup = Setup(
                 subject=subject,
                 options=_options(option),
                 acceptance=shares,
-                overrides=_overrides(engine, levels),
+                overrides=overrides,
                 max_num_seqs=max([MAX_NUM_SEQS, *levels]),
                 gpu_memory_utilization=gpu_memory_utilization,
                 verbose=verbose,
