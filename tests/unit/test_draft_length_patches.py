@@ -28,6 +28,7 @@ def config_of(
     stages: int = 1,
     experts: bool = False,
     hybrid: bool = False,
+    connector: object = None,
     sizes: Sequence[int] | None = (1, 512),
     **changes: Any,
 ) -> Any:
@@ -44,6 +45,7 @@ def config_of(
     )
     return SimpleNamespace(
         model_config=SimpleNamespace(is_moe=experts, is_hybrid=hybrid),
+        kv_transfer_config=connector,
         speculative_config=draft,
         parallel_config=parallel,
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
@@ -80,6 +82,7 @@ NOT_CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({"ranks": 2, "experts": True}, "data-parallel"),
     ({"stages": 2}, "pipeline stages"),
     ({"hybrid": True}, "recurrent layers"),
+    ({"connector": "P/D"}, "KV connector"),
 ]
 
 

@@ -85,6 +85,7 @@ def test_a_chosen_number_is_shown_beside_what_was_expected() -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(served_model_name="demo", is_moe=False, is_hybrid=False),
         speculative_config=draft,
+        kv_transfer_config=None,
         parallel_config=SimpleNamespace(data_parallel_size=2, pipeline_parallel_size=1),
     )
     metrics.offer(config, settings)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 
 
+from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.patches import model_runner
 from vllm_eagle_mrv2.telemetry.counters import DRAFT_LENGTH, EAGER, DraftCounter
 
@@ -65,6 +67,34 @@ class Runner:
         return 0
 
 
+class Requests:
+    """States of requests in slots, as the runner keeps them."""
+
+    def __init__(self) -> None:
+        self.req_id_to_index = {"other": 1}
+        self.max_seq_len = "lengths"
+
+    def add_request(self, req_id: str, prompt_len: int) -> None:
+        self.req_id_to_index[req_id] = 2
+
+
+@pytest.mark.parametrize(("release", "placed"), [("0.30.0", True), ("0.31.0", False)])
+def test_a_new_request_has_placeholders_for_drafts(release: str, placed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token 0, which fills the place of its drafts, is accepted as often as the target samples it."""
+    monkeypatch.setattr(releases, "installed_version", lambda: Version(release))
+    with torch.inference_mode():
+        left = torch.randn(3, 2, 5)
+    requests, logits = Requests(), left.clone()
+    model_runner.draft_placeholders(requests, logits)
+    requests.add_request("new", prompt_len=1)
+    assert torch.equal(logits[:2], left[:2]), "those of others stay"
+    assert torch.equal(logits[2].softmax(-1), torch.eye(5)[:1].expand(2, 5)) is placed
+    greedy = Requests()
+    model_runner.draft_placeholders(greedy, None)
+    greedy.add_request("new", prompt_len=1)
+    assert greedy.req_id_to_index["new"] == 2
+
+
 @pytest.fixture(autouse=True)
 def patches(monkeypatch: pytest.MonkeyPatch) -> None:
     wrappers = {
@@ -76,6 +106,16 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, wrapper in wrappers.items():
         monkeypatch.setattr(Runner, name, wrapper(getattr(Runner, name)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", iter([(500, 0), (430, 0)]).__next__)
+
+
+def test_the_runners_requests_get_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(model_runner, "draft_placeholders", lambda *these: given.extend(these))
+    runner = Runner(speculator(), target_graphs=True)
+    runner.speculator.draft_logits = "logits"
+    monkeypatch.setattr(runner.speculator.drafter, "announce", lambda: None)
+    runner.initialize_kv_cache("config")
+    assert given == [runner.req_states, "logits"]
 
 
 @pytest.mark.parametrize("takes_inputs", [False, True], ids=["0.26", "0.20"])

@@ -376,6 +376,15 @@ PATCHES: tuple[Patch, ...] = (
         "nothing: 0.23 keeps max_seq_len",
         releases="<0.23",
     ),
+    Patch(
+        "add_request of the target's request states",
+        f"{_HERE}.model_runner:draft_placeholders",
+        Scope.WORKER,
+        "has the stored draft logits of a new request propose token 0, which fills the place of its drafts",
+        "below 0.31 the placeholders of a request that begins with one token are verified by what another one left",
+        "nothing: 0.31 does not verify them",
+        releases="<0.31",
+    ),
 )
 
 

@@ -9,10 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaging.version import Version
 
+from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.config.draft_config import takes_auxiliary_states
 from vllm_eagle_mrv2.drafting.drafter import drafter_of
 from vllm_eagle_mrv2.patches.wrap import Function
+
+_LEAVES_PLACEHOLDERS_OUT = Version("0.31")
+"""The first release whose verification knows a placeholder from a draft."""
 
 
 def without_unread_states(original: Function) -> Function:
@@ -34,6 +39,7 @@ def states_handed_over(original: Function) -> Function:
         drafter = drafter_of(self.speculator)
         if drafter is not None:
             keep_longest_lengths(self.req_states, self.sampler)
+            draft_placeholders(self.req_states, drafter.adapter.stock.draft_logits)
             drafter.adapter.req_states = self.req_states
             drafter.adapter.sampling_states = getattr(self.sampler, "sampling_states", None)
             drafter.graphs.target_graphs = lambda: self.cudagraph_manager  # elastic scaling replaces it
@@ -58,6 +64,29 @@ def keep_longest_lengths(req_states: Any, sampler: Any) -> None:
         return original(req_idx, prompt_len, sampling_params)
 
     sampler.add_request = add_request
+
+
+def draft_placeholders(req_states: Any, draft_logits: torch.Tensor | None) -> None:
+    """Have the draft logits of a new request say that its draft is token 0, for sure.
+
+    From 0.25 on vLLM pads a request that begins with one token to compute.  Below 0.31 these placeholders are verified
+    as drafts of token 0, by the logits that the slot's last request left.
+
+    Args:
+        req_states: the runner's states.
+        draft_logits: [max_num_reqs, K, V]; None for greedy drafts, of which no logits are read.
+    """
+    if draft_logits is None or releases.installed_version() >= _LEAVES_PLACEHOLDERS_OUT:
+        return
+    original = req_states.add_request
+
+    def add_request(req_id: str, *args: Any, **kwargs: Any) -> None:
+        original(req_id, *args, **kwargs)
+        with torch.inference_mode():
+            rows = draft_logits[req_states.req_id_to_index[req_id]]
+            rows.fill_(-torch.inf)[:, 0] = 0.0
+
+    req_states.add_request = add_request
 
 
 def draft_captured(original: Function) -> Function:

@@ -142,10 +142,11 @@ FIXES = (
     ),
     Fix(symptom="A logit that is NaN makes verification take a token out of bounds", stock=">=0.28", why=_VERIFICATION),
     Fix(
-        symptom="Placeholders of drafts that were not made cost verification time",
-        stock=">=0.28",
+        symptom="Placeholders of a request that begins with one token are verified by another request's draft logits",
+        stock=">=0.31",
+        supplied=">=0.25,<0.31",
         absent="<0.25",
-        why=_VERIFICATION,
+        test="unit/test_model_runner.py::test_a_new_request_has_placeholders_for_drafts",
     ),
     Fix(
         symptom="Logprobs are of the wrong rows under adaptive verification",

@@ -224,6 +224,13 @@ EVERYWHERE: tuple[Symbol, ...] = (
         releases="<0.23",
     ),
     Symbol(f"{GPU}.model_runner", "GPUModelRunner.req_states"),
+    Symbol(
+        f"{GPU}.states",
+        "RequestState.add_request",
+        why="replaced on the runner's instance, for placeholders of drafts",
+        releases="<0.31",
+    ),
+    Symbol(f"{GPU}.states", "RequestState.req_id_to_index", releases="<0.31"),
     Symbol(f"{GPU}.states", "RequestState.prefill_len", why="tells which drafts nobody can use"),
     Symbol(f"{GPU}.states", "RequestState.max_seq_len", why="tells it too", releases=">=0.23"),
     Symbol(f"{GPU}.states", "RequestState.max_num_reqs", releases="<0.23"),

@@ -138,6 +138,7 @@ def _overrides(text: str, levels: Sequence[int]) -> dict[str, Any]:
             data_parallel_size=overrides.get("data_parallel_size", 1),
             pipeline_parallel_size=overrides.get("pipeline_parallel_size", 1),
         ),
+        kv_transfer_config=overrides.get("kv_transfer_config"),
         model_config=SimpleNamespace(is_moe=True, is_hybrid=False),  # nothing is known of the model yet
     )
     reason = why_not_chosen(config)
