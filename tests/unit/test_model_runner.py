@@ -86,6 +86,9 @@ def test_a_new_request_has_placeholders_for_drafts(release: str, placed: bool, m
         left = torch.randn(3, 2, 5)
     requests, logits = Requests(), left.clone()
     model_runner.draft_placeholders(requests, logits)
+    replaced = vars(requests).get("add_request")
+    model_runner.draft_placeholders(requests, logits)  # the KV cache is made twice
+    assert vars(requests).get("add_request") is replaced
     requests.add_request("new", prompt_len=1)
     assert torch.equal(logits[:2], left[:2]), "those of others stay"
     assert torch.equal(logits[2].softmax(-1), torch.eye(5)[:1].expand(2, 5)) is placed

@@ -253,7 +253,7 @@ class HeadView:
 
 
 def _keeps_dtype(processor: Any, dtype: torch.dtype) -> bool:
-    """Whether logits have the dtype of the hidden states; ``head_dtype`` exists from vLLM 0.27 on."""
+    """Whether logits have the dtype of the hidden states; ``head_dtype`` exists from vLLM 0.26 on."""
     return getattr(processor, "head_dtype", None) in (None, dtype)
 
 

@@ -78,6 +78,8 @@ def draft_placeholders(req_states: Any, draft_logits: torch.Tensor | None) -> No
     """
     if draft_logits is None or releases.installed_version() >= _LEAVES_PLACEHOLDERS_OUT:
         return
+    if "add_request" in vars(req_states):  # from 0.29 on the cache is made for a profile, too
+        return
     original = req_states.add_request
 
     def add_request(req_id: str, *args: Any, **kwargs: Any) -> None:

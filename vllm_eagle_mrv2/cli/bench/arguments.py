@@ -1,4 +1,4 @@
-"""The options that `bench` and `bench-load` have in common, and what they ask for."""
+"""The options that the measuring commands have in common, and what they ask for."""
 
 from __future__ import annotations
 

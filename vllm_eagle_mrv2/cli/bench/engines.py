@@ -22,7 +22,7 @@ from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 AnyRow = TypeVar("AnyRow")
 WARM_UP_TOKENS = 32
 MAX_NUM_SEQS = 64
-"""``max_num_seqs`` of both engines unless a batch is larger; the sizes of captured graphs follow from it."""
+"""``max_num_seqs`` of all engines unless a batch is larger; the sizes of captured graphs follow from it."""
 CORES = 4
 """CPU cores for each GPU of an engine: as many as its threads keep busy."""
 FIXED_KV_CACHE = "kv_cache_memory_bytes"
