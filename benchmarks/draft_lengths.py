@@ -8,8 +8,8 @@ that hold each number alternate with rounds that leave it to the engine, for eve
 kind of shares of accepted drafts (``--accepted``).  A line has the tokens a second of all of them, of each round that
 and its drafts per request, and the seconds for which the engine chose each number.
 
-``--changes`` has two more lines: the load rises and falls, and the shares of accepted drafts change.  They have the
-tokens a second of each phase from five seconds after its begin on, and the course of the engine's own choice.
+``--changes`` begins with two more lines: the load rises and falls, and the shares of accepted drafts change.  They have
+the tokens a second of each phase from five seconds after its begin on, and the course of the engine's own choice.
 """
 
 from __future__ import annotations
@@ -78,6 +78,17 @@ def ask(engines: Engines, phases: list[Phase], setting: Setting = AUTO, **furthe
 
 def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What was measured, as it comes."""
+    for name, phases in changes(options.seconds).items() if options.changes else ():
+        settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
+        courses = {setting: ask(engines, phases, setting) for setting in settings}
+        yield {
+            "change": name,
+            "tokens_per_second": settled(courses),
+            "course": {
+                "tokens_per_second": [one.tokens_per_second for one in courses[AUTO].phases],
+                "draft_length": [one.draft_length for one in courses[AUTO].phases],
+            },
+        }
     for kind in options.accepted:
         ask(engines, [Phase(concurrency=0, seconds=0.0, acceptance=ACCEPTED[kind])])
         for concurrency in options.concurrency:
@@ -99,17 +110,6 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
                     for length, seconds in zip(lengths_up_to(engines.k), chosen, strict=False)
                 },
             }
-    for name, phases in changes(options.seconds).items() if options.changes else ():
-        settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
-        courses = {setting: ask(engines, phases, setting) for setting in settings}
-        yield {
-            "change": name,
-            "tokens_per_second": settled(courses),
-            "course": {
-                "tokens_per_second": [one.tokens_per_second for one in courses[AUTO].phases],
-                "draft_length": [one.draft_length for one in courses[AUTO].phases],
-            },
-        }
 
 
 def main() -> int:
