@@ -280,7 +280,7 @@ def behaviours_section() -> str:
     heads = [_minor(release).partition(".")[2] for release in columns]
     legend = (
         f"{CELLS['eagle_mrv2']} `eagle_mrv2` adds it, {CELLS['stock']} stock has it too, "
-        f"{CELLS['-']} that vLLM does not offer the setting."
+        f"{CELLS['-']} does not apply there."
     )
     return _table(["vLLM 0.", *heads], rows, ":-:") + f"\n\n{legend}"
 
