@@ -192,20 +192,21 @@ def test_what_is_found_replaces_drafts(step: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [60, 4096, 5000])
 def test_what_is_found_is_certain(step: int, steps_ago: int, dtype: torch.dtype, vocab_size: int) -> None:
-    """Of four requests, one found nothing, one is padding, and the batch has another order than the states."""
-    buffers, lookup = batch_of([[1]] * 4, [1] * 4)
+    """Of five requests one found nothing, one is padding and one greedy; the states have another order than the rows."""
+    buffers, lookup = batch_of([[1]] * 5, [1] * 5)
+    buffers = replace(buffers, temperature=torch.tensor([0.7] * 2 + [0.0] + [0.7] * 4, device=DEVICE))
     buffers.idx_mapping[2] = -1
     buffers.draft_step.fill_(step + steps_ago)
-    lookup.found[:4] = torch.tensor([[7] * 4, [NONE] * 4, [7] * 4, [10, 20, 30, vocab_size - 1]])
-    expected = torch.randn(6, 4, vocab_size, device=DEVICE).to(dtype)
+    lookup.found[:5] = torch.tensor([[7] * 4, [NONE] * 4, [7] * 4, [10, 20, 30, vocab_size - 1], [7] * 4])
+    expected = torch.randn(7, 4, vocab_size, device=DEVICE).to(dtype)
     lookup = replace(lookup, draft_logits=expected.clone())
-    store_found_logits(buffers, lookup, 4, steps_ago)
+    store_found_logits(buffers, lookup, 5, steps_ago)
     assert lookup.draft_logits is not None
     if step < 4:
-        for request, token in ((5, 7), (2, lookup.found[3, step])):
+        for request, token in ((6, 7), (3, lookup.found[3, step])):
             expected[request, step] = float("-inf")
             expected[request, step, token] = 0
     torch.testing.assert_close(lookup.draft_logits, expected, rtol=0, atol=0)
     reference = replace(lookup, draft_logits=expected.clone())
-    store_found_logits_reference(buffers, reference, 4, steps_ago)
+    store_found_logits_reference(buffers, reference, 5, steps_ago)
     torch.testing.assert_close(reference.draft_logits, expected, rtol=0, atol=0)

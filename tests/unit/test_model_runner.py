@@ -58,6 +58,7 @@ class Runner:
         return f"result of {config}"
 
     def load_model(self) -> bool:
+        self.model_memory_usage = 100
         return self.use_aux_hidden_state_outputs
 
     def capture_model(self) -> int:
@@ -138,6 +139,20 @@ def test_what_is_handed_over(takes_inputs: bool, monkeypatch: pytest.MonkeyPatch
     # Elastic scaling replaces it.
     runner.cudagraph_manager = SimpleNamespace()
     assert drafter.graphs.target_graphs() is runner.cudagraph_manager
+
+
+@pytest.mark.parametrize(("release", "more"), [("0.26.0", 2 * 8 * 4), ("0.27.0", 0)])
+def test_texts_count_as_memory_of_the_model(release: str, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM below 0.27 does not count what is allocated before the model is loaded."""
+    monkeypatch.setattr(releases, "installed_version", lambda: Version(release))
+    monkeypatch.setattr(model_runner, "takes_auxiliary_states", lambda config: True)
+    for looks_up in (False, True):
+        runner = Runner(speculator(), target_graphs=True)
+        runner.speculative_config = None
+        if looks_up:
+            runner.speculator.drafter.look_up_in(torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2))
+        assert runner.load_model()
+        assert runner.model_memory_usage == 100 + (more if looks_up else 0)
 
 
 def test_a_pending_compilation_does_not_keep_an_engine() -> None:

@@ -141,6 +141,7 @@ def _found_logits_kernel(
     draft_step_ptr,
     steps_ago,
     idx_mapping_ptr,
+    temperature_ptr,
     logits_ptr,
     logits_stride,
     step_stride,
@@ -154,6 +155,8 @@ def _found_logits_kernel(
     found = tl.load(found_ptr + row * found_stride + step, mask=step < COLUMNS, other=-1)
     if (request < 0) | (found < 0):
         return
+    if tl.load(temperature_ptr + request) == 0.0:
+        return  # nobody reads the logits of a greedy request
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits = tl.where(token == found, 0.0, float("-inf"))
     tl.store(logits_ptr + request * logits_stride + step * step_stride + token, logits, mask=token < vocab_size)
@@ -166,7 +169,7 @@ def store_found_logits(buffers: DraftBuffers, lookup: Lookup, num_rows: int, ste
 
     Args:
         buffers: the draft's buffers; read only.
-        lookup: with ``draft_logits``, of which the rows of found drafts are written.
+        lookup: with ``draft_logits``, of which the rows of found drafts are written where the temperature is not 0.
         num_rows: number of rows.
         steps_ago: 0 for the step at which the buffers are.
     """
@@ -179,6 +182,7 @@ def store_found_logits(buffers: DraftBuffers, lookup: Lookup, num_rows: int, ste
         buffers.draft_step,
         steps_ago,
         buffers.idx_mapping,
+        buffers.temperature,
         logits,
         *logits.stride()[:2],
         vocab_size,
@@ -193,7 +197,9 @@ def store_found_logits_reference(buffers: DraftBuffers, lookup: Lookup, num_rows
     assert logits is not None
     for row in range(num_rows):
         request, step = int(buffers.idx_mapping[row]), int(buffers.draft_step[row]) - steps_ago
-        if request >= 0 and step < lookup.found.shape[1] and (token := int(lookup.found[row, step])) >= 0:
+        if request < 0 or step >= lookup.found.shape[1] or not buffers.temperature[request]:
+            continue
+        if (token := int(lookup.found[row, step])) >= 0:
             logits[request, step] = float("-inf")
             logits[request, step, token] = 0.0
 

@@ -174,9 +174,9 @@ PATCHES: tuple[Patch, ...] = (
         f"{_RUNNER}.load_model",
         f"{_HERE}.model_runner:without_unread_states",
         Scope.WORKER,
-        "spares the target auxiliary hidden states that the head does not take",
-        "below 0.33 the runner has them returned for every EAGLE-3 head, and drafts from them",
-        "nothing: 0.33 asks the head",
+        "spares the target auxiliary hidden states that the head does not take; counts the texts of lookup_drafts",
+        "below 0.33 the runner returns them for every EAGLE-3 head, and below 0.27 memory made before is not counted",
+        "nothing: 0.33 does both",
     ),
     Patch(
         f"{_RUNNER}.__init__",

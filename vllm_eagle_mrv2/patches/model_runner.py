@@ -18,15 +18,24 @@ from vllm_eagle_mrv2.patches.wrap import Function
 
 _LEAVES_PLACEHOLDERS_OUT = Version("0.31")
 """The first release whose verification knows a placeholder from a draft."""
+_COUNTS_ALL = Version("0.27")
+"""The first release that counts what the runner allocates before it loads the model."""
 
 
 def without_unread_states(original: Function) -> Function:
-    """Wrap ``load_model``: the target returns no auxiliary hidden states if the head does not take them."""
+    """Wrap ``load_model``: the target returns no auxiliary hidden states if the head does not take them.
+
+    The texts in which drafts are looked up then count as memory of the model.
+    """
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if drafter_of(self.speculator) is not None and not takes_auxiliary_states(self.speculative_config):
+        drafter = drafter_of(self.speculator)
+        if drafter is not None and not takes_auxiliary_states(self.speculative_config):
             self.use_aux_hidden_state_outputs = False
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        if drafter is not None and drafter.loop.lookup is not None and releases.installed_version() < _COUNTS_ALL:
+            self.model_memory_usage += drafter.loop.lookup.tokens.nbytes
+        return result
 
     return load_model
 

@@ -13,8 +13,7 @@ from vllm_eagle_mrv2.patches.wrap import Function
 def texts_on_device(original: Function) -> Function:
     """Wrap ``GPUModelRunner.__init__``: the texts move to the device's memory, and the drafter is told where they are.
 
-    That is early enough for vLLM to count this memory, and it stays while the engine sleeps, unlike what is allocated
-    when the model is loaded.
+    Made here, they stay while the engine sleeps, unlike what is allocated when the model is loaded.
     """
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
