@@ -192,7 +192,7 @@ def test_what_is_found_replaces_drafts(step: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [60, 4096, 5000])
 def test_what_is_found_is_certain(step: int, steps_ago: int, dtype: torch.dtype, vocab_size: int) -> None:
-    """Of five requests one found nothing, one is padding and one greedy; the states have another order than the rows."""
+    """Of five requests one found nothing, one is padding, one is greedy; states have another order than rows."""
     buffers, lookup = batch_of([[1]] * 5, [1] * 5)
     buffers = replace(buffers, temperature=torch.tensor([0.7] * 2 + [0.0] + [0.7] * 4, device=DEVICE))
     buffers.idx_mapping[2] = -1
