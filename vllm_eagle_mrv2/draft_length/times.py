@@ -62,7 +62,7 @@ _A_SECOND = Shares(0.03, 0.02, 0.02, 0.02)
 _CHANGED, _CHANGED_OWN = Shares(0.6, 0.4, 0.0, 0.0), 0.4
 """After a change, of how far an iteration was off; and its own number's time."""
 _NONE = Extra()
-_TOKENS = [-4, -1]
+_TOKENS = [-1 - len(_NONE), -1]
 """Places of the times of a prefilled token: of the iteration itself and of the one after it."""
 
 
@@ -104,6 +104,11 @@ class Times:
     their own iteration: the one before waits for the launch, and the one after makes up for a part of that.  A Kalman
     filter estimates all of these times together, with their errors: what shifts the time of one number shifts that of
     the others as far as they move alike.
+
+    The state x, in seconds, is the plain time of each number, then seven further times: of a prefill in the iteration
+    before, of the `Extra` of the iteration itself, and of the `Extra` of the one after it.  An iteration takes
+    z = h·x + noise, where h counts its `parts`.  With the covariance P of x and the noise's variance r, an iteration
+    moves x by g (z - h·x) and P by -g (P h)ᵀ, with the gain g = P h / (hᵀ P h + r).
     """
 
     def __init__(self, lengths: Sequence[int], mean: Vector, covariance: Vector) -> None:

@@ -51,6 +51,16 @@ def _linear(
     index: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Return x · weightᵀ + bias, [..., N].
+
+    Args:
+        x: [..., K].
+        weight: [N, K], of the dtype of ``x``, or e4m3 with ``scale``.
+        bias: [N], or None.
+        scale: [N] float32: the weights of a row are ``weight`` times its scale.
+        index: with ``count``, of a `RowsRead` over [n, K]; the other rows of the result are undefined.
+        count: likewise.
+    """
     rows = rows_read(index, count)
     if rows is not None and not len(rows):
         return x.new_empty(*x.shape[:-1], len(weight))
@@ -68,6 +78,7 @@ def _gated_linear(
     index: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Return silu(a) * b, [..., N / 2], where a and b are the halves of x · weightᵀ; arguments as of `_linear`."""
     rows = rows_read(index, count)
     if rows is not None and not len(rows):
         return x.new_empty(*x.shape[:-1], len(weight) // 2)
