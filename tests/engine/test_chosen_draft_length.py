@@ -200,13 +200,15 @@ def test_sampled_output_follows_the_target(case: str, monkeypatch: pytest.Monkey
 
 
 def test_other_numbers_are_tried() -> None:
-    """Whatever an earlier engine of this process was to hold."""
+    """Whatever an earlier engine of this process was to hold, and counted."""
     counters.share_folder()
-    counters.DraftCounter.of_rank(0).slots[counters.HELD] = 1 + K
+    slots = counters.DraftCounter.of_rank(0).slots
+    slots[counters.HELD], slots[counters.EAGER] = 1 + K, 10**9
     with engine("eagle_mrv2", k=K, options=AUTO) as llm, recorded_drafts(llm) as drafts:
         texts = [greedy(llm, PROMPTS[:1], 150) for _ in range(2)]
         assert texts[0] == texts[1]
         assert len({length for _, length, _ in drafts}) > 1
+        assert slots[counters.EAGER] < 10**9
 
 
 def test_a_schedule_of_the_users_own_rules(plain: list[list[int]]) -> None:  # noqa: F811

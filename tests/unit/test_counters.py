@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -85,6 +88,36 @@ def test_the_folder_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> No
     made = subprocess.run([sys.executable, "-c", front_end], check=True, capture_output=True, text=True).stdout.strip()
     assert made
     assert not Path(made).exists()
+
+
+def test_the_folder_ends_with_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which does not run what is registered for the end of the interpreter."""
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    monkeypatch.setattr(counters, "_folder", None)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def front_end() -> None:
+        share_folder()
+        DraftCounter.of_rank(0)
+        theirs.send(os.environ[FOLDER_VARIABLE])
+
+    process = context.Process(target=front_end)
+    process.start()
+    made = ours.recv()
+    process.join()
+    assert not Path(made).exists()
+
+
+def test_counts_are_private_where_no_room_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write to a file without room would end the process."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert not DraftCounter.of_rank(0).shared
+    assert list(read_counts()) == []
 
 
 @pytest.mark.parametrize("where", [None, "gone"])

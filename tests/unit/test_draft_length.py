@@ -1051,7 +1051,19 @@ def test_what_came_is_counted_beside_what_was_expected() -> None:
     assert counted[counters.TOKENS] == 32
     assert counted[counters.EXPECTED_MILLITOKENS] == pytest.approx(32_000, rel=0.01)
     steps.step(16, 1, 0.0113, kept=-1)  # nothing was sampled
+    steps.timed()
     assert steps.slots[counters.TOKENS] - before[counters.TOKENS] == 32 + 16
+
+
+def test_tokens_and_seconds_are_counted_of_the_same_iterations() -> None:
+    """Though the time of many is not known, as the number of requests jumps: here each token takes a millisecond."""
+    steps, draw = Steps(), random.Random(0)
+    for _ in range(300):
+        requests = draw.randint(1, 60)
+        length = steps.chooser.choose(requests)
+        steps.step(requests, length, 1e-3 * requests * (1 + length), kept=length)
+    assert steps.slots[counters.TOKENS] > 100
+    assert steps.slots[counters.MICROSECONDS] == pytest.approx(1000 * steps.slots[counters.TOKENS], rel=1e-3)
 
 
 def test_the_seconds_of_each_number_are_counted() -> None:

@@ -79,7 +79,9 @@ class Requests:
         self.req_id_to_index[req_id] = 2
 
 
-@pytest.mark.parametrize(("release", "placed"), [("0.30.0", True), ("0.31.0", False)])
+@pytest.mark.parametrize(
+    ("release", "placed"), [("0.24.0", False), ("0.25.0", True), ("0.30.0", True), ("0.31.0", False)]
+)
 def test_a_new_request_has_placeholders_for_drafts(release: str, placed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token 0, which fills the place of its drafts, is accepted as often as the target samples it."""
     monkeypatch.setattr(releases, "installed_version", lambda: Version(release))

@@ -44,6 +44,7 @@ FAST = Facts(
     prefill_mode=BOTH,
     decode_mode=DECODE_ONLY,
     largest_graph=256,
+    largest_asked=256,
     graphs_pay_up_to=2048,
     max_num_seqs=64,
     decode_graphs=True,
@@ -158,7 +159,8 @@ def test_the_line() -> None:
         ({"max_num_seqs": 65}, "of more than 64 requests outside of CUDA graphs, as the largest of cudagraph_capture"),
         ({"max_num_seqs": 65, "target_mode": NONE}, None),
         ({"max_num_seqs": 65, "graphs_pay_up_to": 256}, None),
-        ({"max_num_seqs": 1024, "largest_graph": 2048}, None),
+        ({"max_num_seqs": 1024, "largest_graph": 2048, "largest_asked": 2048}, None),
+        ({"max_num_seqs": 1024, "largest_graph": 2044, "largest_asked": 2048}, None),
         ({"largest_graph": 0}, None),
         ({"why_constant": "they wait; do that"}, "does not choose the number of draft tokens, as they wait; do that"),
         ({"fused": False, "disable": {Behaviour.FUSED_DRAFT_DECODE}}, None),  # as asked

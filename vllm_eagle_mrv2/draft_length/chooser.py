@@ -65,6 +65,13 @@ class Trial:
     iterations: int = 0  # all since its begin
 
 
+class Made(NamedTuple):
+    """The tokens of an iteration."""
+
+    tokens: int
+    expected: float
+
+
 class Gain(NamedTuple):
     """What a number of draft tokens makes, as a multiple of what the one in force makes."""
 
@@ -121,7 +128,7 @@ class DraftLength:
         self._times: dict[int, Times] = {}
         self._workload = Workload()
         self._extra = Extra()  # of the iteration before
-        self._waits: tuple[Iteration, Extra] | None = None  # that iteration, and what the one before it had
+        self._waits: tuple[Iteration, Extra, Made] | None = None  # that iteration, what the one before it had
         self._trial: Trial | None = None
         self._may_lose = _SAVED_S
         self._scheduled = self._last = clock()  # when an iteration was scheduled, and when the tokens of one arrived
@@ -180,14 +187,15 @@ class DraftLength:
         if self._slots[counters.HELD]:
             return
         iteration = Iteration(decodes, length, extra, seconds)
-        made = decodes * self.acceptance.tokens(length)
-        self._count(counters.TOKENS, decodes + sum(max(kept, 0) * requests for (_, kept), requests in outcomes))
-        self._count(counters.EXPECTED_MILLITOKENS, 1e3 * made)
+        made = Made(
+            decodes + sum(max(kept, 0) * requests for (_, kept), requests in outcomes),
+            decodes * self.acceptance.tokens(length),
+        )
         self.acceptance.add(outcomes, seconds)
-        self._workload.add(made, prefilled)
+        self._workload.add(made.expected, prefilled)
         self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, _SAVED_S)
         if not changed:  # the change to another number takes time of its own
-            self._waits = iteration, before
+            self._waits = iteration, before, made
         self._iterations += 1
         group = group_of(decodes)
         if self._iterations % _EVERY == 0 and self._trial is None and group == self._group and group in self._times:
@@ -221,7 +229,7 @@ class DraftLength:
         columns = (one.tolist() for one in (rates / rates[in_force], times.error(shares - shares[in_force]), seconds))
         return {length: Gain(*one) for length, *one in zip(self.lengths, *columns, strict=True)}
 
-    def _take(self, iteration: Iteration, before: Extra, after: Extra) -> None:
+    def _take(self, iteration: Iteration, before: Extra, made: Made, after: Extra) -> None:
         """Take over the time of an iteration."""
         group = group_of(iteration.decodes)
         if group not in self._times:
@@ -230,6 +238,8 @@ class DraftLength:
         if error < _KNOWN * expected:
             self._count(counters.MICROSECONDS, 1e6 * iteration.seconds)
             self._count(counters.EXPECTED_MICROSECONDS, 1e6 * expected)
+            self._count(counters.TOKENS, made.tokens)
+            self._count(counters.EXPECTED_MILLITOKENS, 1e3 * made.expected)
         trial = self._trial
         if trial is not None and abs(trial.group - group) <= 1:
             trial.iterations += 1

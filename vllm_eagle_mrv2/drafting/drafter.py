@@ -29,7 +29,7 @@ from vllm_eagle_mrv2.drafting.loop import DraftConfig
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases import draft_loading
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
-from vllm_eagle_mrv2.telemetry.counters import HELD, DraftCounter
+from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 from vllm_eagle_mrv2.telemetry.start_line import Facts
 
 
@@ -115,7 +115,7 @@ class Drafter:
         self.graphs = DraftGraphs(self.adapter, self.loop, settings)
         if self._leads:
             self.loop.counter = DraftCounter.of_rank(stock.vllm_config.parallel_config.data_parallel_index)
-            self.loop.counter.slots[HELD] = 0  # what an earlier engine of this front-end was to hold
+            self.loop.counter.clear()  # what an earlier engine of this front-end left
         self.logits: DraftLogits | None = None
         self.trimmed: TrimmedHead | None = None
         self.products = linear.Installed()

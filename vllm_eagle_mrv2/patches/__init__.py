@@ -177,6 +177,7 @@ PATCHES: tuple[Patch, ...] = (
         "spares the target auxiliary hidden states that the head does not take; counts the texts of lookup_drafts",
         "below 0.33 the runner returns them for every EAGLE-3 head, and below 0.27 memory made before is not counted",
         "nothing: 0.33 does both",
+        releases="<0.33",
     ),
     Patch(
         f"{_RUNNER}.__init__",
@@ -209,6 +210,15 @@ PATCHES: tuple[Patch, ...] = (
         "forgets vLLM's made-up requests in the counters",
         "they are no dummy runs",
         "dummy runs in vLLM's warm-up",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.warmup:warmup_kernels",
+        f"{_HERE}.model_runner:warm_up_forgotten",
+        Scope.WORKER,
+        "the same function under the name that a CPU's worker imports",
+        "they are no dummy runs",
+        "dummy runs in vLLM's warm-up",
+        releases=">=0.33",
     ),
     Patch(
         f"{_RUNNER}.post_kv_cache_wake_up",
@@ -383,7 +393,7 @@ PATCHES: tuple[Patch, ...] = (
         "has the stored draft logits of a new request propose token 0, which fills the place of its drafts",
         "below 0.31 the placeholders of a request that begins with one token are verified by what another one left",
         "nothing: 0.31 does not verify them",
-        releases="<0.31",
+        releases=">=0.25,<0.31",
     ),
 )
 

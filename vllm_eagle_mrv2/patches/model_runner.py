@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from vllm_eagle_mrv2 import releases
@@ -16,8 +17,8 @@ from vllm_eagle_mrv2.config.draft_config import takes_auxiliary_states
 from vllm_eagle_mrv2.drafting.drafter import drafter_of
 from vllm_eagle_mrv2.patches.wrap import Function
 
-_LEAVES_PLACEHOLDERS_OUT = Version("0.31")
-"""The first release whose verification knows a placeholder from a draft."""
+_VERIFIES_PLACEHOLDERS = SpecifierSet(">=0.25,<0.31")
+"""Releases that pad requests with placeholders, and verify these as drafts."""
 _COUNTS_ALL = Version("0.27")
 """The first release that counts what the runner allocates before it loads the model."""
 
@@ -85,7 +86,7 @@ def draft_placeholders(req_states: Any, draft_logits: torch.Tensor | None) -> No
         req_states: the runner's states.
         draft_logits: [max_num_reqs, K, V]; None for greedy drafts, of which no logits are read.
     """
-    if draft_logits is None or releases.installed_version() >= _LEAVES_PLACEHOLDERS_OUT:
+    if draft_logits is None or releases.installed_version() not in _VERIFIES_PLACEHOLDERS:
         return
     if "add_request" in vars(req_states):  # from 0.29 on the cache is made for a profile, too
         return

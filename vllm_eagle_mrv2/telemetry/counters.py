@@ -14,6 +14,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,7 +78,7 @@ class DraftCounter:
     def of_rank(cls, rank: int) -> DraftCounter:
         """The counter of a data-parallel rank, shared if a front-end on this machine has made the folder."""
         with contextlib.suppress(OSError), (_shared() / str(rank)).open("a+b") as file:
-            file.truncate(_FORMAT.size)
+            os.posix_fallocate(file.fileno(), 0, _FORMAT.size)  # a write to a file with holes could find no room
             return cls(memoryview(mmap.mmap(file.fileno(), _FORMAT.size)).cast("q"))
         return cls()
 
@@ -96,6 +97,7 @@ def share_folder() -> None:
     with contextlib.suppress(OSError):  # workers then log that nobody reads their counts
         _folder = tempfile.TemporaryDirectory(prefix="eagle_mrv2-", dir=memory if os.access(memory, os.W_OK) else None)
         os.environ[FOLDER_VARIABLE] = _folder.name
+        Finalize(None, _folder.cleanup, exitpriority=0)  # a child that was forked ends without `atexit`
 
 
 def read_counts() -> Iterator[tuple[int, Counts]]:

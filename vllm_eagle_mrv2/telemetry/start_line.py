@@ -46,6 +46,7 @@ class Facts:
     prefill_mode: Any
     decode_mode: Any
     largest_graph: int  # tokens; 0 without any
+    largest_asked: int  # tokens; below 0.25 vLLM captures multiples of K + 1 up to this
     graphs_pay_up_to: int  # tokens
     max_num_seqs: int
 
@@ -105,6 +106,7 @@ class Facts:
             prefill_mode=stock.prefill_cudagraph_manager.cudagraph_mode,
             decode_mode=stock.decode_cudagraph_manager.cudagraph_mode,
             largest_graph=max(stock.vllm_config.compilation_config.cudagraph_capture_sizes or [0]),
+            largest_asked=max(adapter.asked.capture_sizes or [0]),
             graphs_pay_up_to=captured_sizes.largest(stock.vllm_config),
             max_num_seqs=stock.vllm_config.scheduler_config.max_num_seqs,
             decode_graphs=decode_graphs,
@@ -201,10 +203,10 @@ class Facts:
             yield from self._about_decode_graphs()
         query_len = 1 + self.num_draft_tokens
         worth = min(self.max_num_seqs * query_len, self.graphs_pay_up_to)
-        if self.target_mode and 0 < self.largest_graph < worth:
+        if self.target_mode and self.largest_graph and self.largest_asked < worth:
             yield (
                 f"{METHOD} has the target verify the drafts of more than {self.largest_graph // query_len} requests "
-                f"outside of CUDA graphs, as the largest of cudagraph_capture_sizes is {self.largest_graph}; give no "
+                f"outside of CUDA graphs, as the largest of cudagraph_capture_sizes is {self.largest_asked}; give no "
                 f"sizes, or max_cudagraph_capture_size={worth}."
             )
         if self.asks_dynamic and not self.dynamic and Behaviour.DYNAMIC_DRAFT_LENGTH in self.ours:
