@@ -509,15 +509,6 @@ def smollm2_speed_section() -> str:
     return _table(["vLLM", "on", "prompts", "in flight", *columns], cells, "---")
 
 
-def versions_section() -> str:
-    """The time of ``eagle_mrv2`` in an earlier version of this package / in a later one."""
-    rows: dict[str, dict[str, Iteration]] = {}
-    for release, runs in read_results().items():
-        for one in (one for run in runs for one in run.iteration_ms if one.before):
-            rows.setdefault(f"{one.before}: {one.case}, {release}", {})[f"batch {one.batch}"] = one
-    return _crossed("earlier / later version", rows, _number)
-
-
 def _by_release() -> list[tuple[str, list[Result]]]:
     """(release, its results), oldest release first."""
     return sorted(read_results().items(), key=lambda item: Version(item[0]))
@@ -575,7 +566,6 @@ PAGES: Mapping[Path, Sections] = {
         "smollm2": smollm2_section,
         "smollm2-speed": smollm2_speed_section,
         "alone": alone_section,
-        "versions": versions_section,
         "metadata": metadata_section,
     },
     DOCS / "draft-length.md": {"lengths": lengths_section, "changes": changes_section},

@@ -153,7 +153,6 @@ def test_what_was_timed(tables: ModuleType, results: Path) -> None:
         "| 1b eagle, K=7 | 1.31, 1.20 | 1.38, - | 1.62, 1.10 |",
         "| 1b eagle, K=3 | - | -, 1.04 | - |",
     ]
-    assert tables.versions_section().splitlines()[2:] == ["| 0.1.0: 1b eagle, K=7, 0.26.0 | 0.98 |"]
     assert tables.alone_section().splitlines()[2:] == ["| `two_stage_argmax`: 1b eagle, K=7, 0.26.0 | 1.03 |"]
 
 
