@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from vllm_eagle_mrv2.config.draft_lengths import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.draft_length.choices import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength
 from vllm_eagle_mrv2.patches import draft_length
 from vllm_eagle_mrv2.patches.draft_length import Plan

@@ -10,7 +10,7 @@ import bisect
 from collections import Counter
 from typing import Any, NamedTuple
 
-from vllm_eagle_mrv2.draft_length.choices import lengths_to_choose_from
+from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength
 from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter

@@ -13,9 +13,9 @@ from typing import Any
 
 from vllm_eagle_mrv2 import patches, releases
 from vllm_eagle_mrv2.classes import class_path
+from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.method import settings_of
-from vllm_eagle_mrv2.draft_length.choices import lengths_to_choose_from
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches.wrap import Function
 

@@ -15,9 +15,9 @@ import torch
 from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.config import captured_sizes
 from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.draft_lengths import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.method import Settings
-from vllm_eagle_mrv2.draft_length.choices import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.draft_model import fp8
 from vllm_eagle_mrv2.kernels.measured import about
 
