@@ -20,6 +20,7 @@ from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.draft_length.notes import mark_drafted, planned_drafts
 from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_model.head import DraftHead
@@ -29,8 +30,6 @@ from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
-from vllm_eagle_mrv2.patches.draft_length import planned_drafts
-from vllm_eagle_mrv2.patches.draft_tokens import mark_drafted
 from vllm_eagle_mrv2.releases.schedule import lengths_by_batch_size
 from vllm_eagle_mrv2.releases.spec import Release
 
