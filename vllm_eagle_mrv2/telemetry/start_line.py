@@ -82,10 +82,8 @@ class Facts:
         """The facts of a drafter that is ready for graph capture."""
         import vllm
 
-        from vllm_eagle_mrv2.releases import installed_version
-
         stock, adapter, graphs, options = drafter.stock, drafter.adapter, drafter.graphs, drafter.options
-        version, logits, trimmed, tables = installed_version(), stock.draft_logits, drafter.trimmed, stock.block_tables
+        logits, trimmed, tables = stock.draft_logits, drafter.trimmed, stock.block_tables
         decode_graphs = stock.num_speculative_steps > 1 and any(stock.decode_cudagraph_manager._capture_descs.values())
         draft_argmax = logits is None and adapter.head is not None
         return cls(
@@ -97,9 +95,7 @@ class Facts:
             draft_vocab=None if trimmed is None else f"{trimmed.size} of {trimmed.vocab_size}",
             draft_weights=_rounded(drafter),
             texts=None if drafter.loop.lookup is None else _mebibytes(drafter.loop.lookup.tokens),
-            ours=frozenset(
-                b for b in Behaviour if adapter.release.supplier(b, version) == METHOD and options.enabled(b)
-            ),
+            ours=frozenset(b for b in Behaviour if adapter.supplies(b) and options.enabled(b)),
             asked_mode=adapter.asked.mode or graphs.target_mode,
             target_mode=graphs.target_mode,
             prefill_mode=stock.prefill_cudagraph_manager.cudagraph_mode,
