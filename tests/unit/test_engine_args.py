@@ -19,7 +19,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from vllm_eagle_mrv2 import plugin, releases
+from vllm_eagle_mrv2 import patches, releases
 from vllm_eagle_mrv2.config import one_model
 from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
 from vllm_eagle_mrv2.config.checkpoints import Reader
@@ -231,6 +231,7 @@ def test_compiled_models_are_cached_apart_from_another_versions(
 
 def test_the_marker_survives_the_way_into_a_worker(models: dict[str, str]) -> None:
     config = ask(models).create_engine_config()
+    assert b"sent_settings" in pickle.dumps(config)  # and brings the check of the workers
     for arrived in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         assert settings_in(arrived) == settings_in(config) != None  # noqa: E711
         assert arrived.use_v2_model_runner is True
@@ -1055,7 +1056,7 @@ def test_registering_again_is_harmless(models: dict[str, str], monkeypatch: pyte
     before = {name: getattr(EngineArgs, name) for name in WRAPPED}
     decides = VllmConfig.__dict__["use_v2_model_runner"]
     register()
-    monkeypatch.setattr(plugin, "_loaded", False)  # as in a process that lost sight of the first time
+    monkeypatch.setattr(patches, "_installed", False)  # as in a process that lost sight of the first time
     register()
 
     for name, wrapped in before.items():
@@ -1095,6 +1096,6 @@ def test_the_model_runner_calls_our_init_speculator(monkeypatch: pytest.MonkeyPa
 
     assert hasattr(model_runner.init_speculator, "_eagle_mrv2_original")
     monkeypatch.setattr(model_runner, "init_speculator", spec_decode.init_speculator._eagle_mrv2_original)
-    monkeypatch.setattr(plugin, "_loaded", False)
+    monkeypatch.setattr(patches, "_installed", False)
     register()
     assert hasattr(model_runner.init_speculator, "_eagle_mrv2_original")

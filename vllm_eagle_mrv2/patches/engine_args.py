@@ -32,6 +32,7 @@ from vllm_eagle_mrv2.config.method import (
 )
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY, parse_options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.patches import sent_settings
 from vllm_eagle_mrv2.patches.wrap import Function
 
 _V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -58,7 +59,7 @@ def translated_first(original: Function) -> Function:
             )
         if settings is not None:
             _name_in_caches(config)
-            from vllm_eagle_mrv2.telemetry import metrics
+            from vllm_eagle_mrv2.patches import metrics
 
             metrics.offer(config, settings)
         return config
@@ -88,6 +89,7 @@ def settings_attached(original: Function) -> Function:
 
         fit_to_target(config, releases.installed_version())
         mark(config, settings)
+        sent_settings.with_check()
         return config
 
     return create_speculative_config

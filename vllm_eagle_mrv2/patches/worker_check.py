@@ -66,9 +66,7 @@ def complaint(worker: Any) -> str | None:
 
 
 def _cause(runner: object) -> str:
-    from vllm_eagle_mrv2 import plugin
-
-    if plugin.is_loaded():
+    if patches.installed():
         return f"its {class_path(type(runner))} does not call vLLM's init_speculator; use vLLM's own worker classes"
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and METHOD not in plugins.split(","):
