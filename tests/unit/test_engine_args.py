@@ -23,6 +23,7 @@ from vllm_eagle_mrv2 import patches, releases
 from vllm_eagle_mrv2.config import one_model
 from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
 from vllm_eagle_mrv2.config.checkpoints import Reader
+from vllm_eagle_mrv2.config.engine_arguments import check_translated
 from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.config.method import MARKER, Settings, settings_of
 from vllm_eagle_mrv2.config.options import Options
@@ -225,7 +226,7 @@ def test_compiled_models_are_cached_apart_from_another_versions(
 ) -> None:
     """Whose operators may take other arguments."""
     before = ask(models).create_engine_config().compute_hash()
-    monkeypatch.setattr("vllm_eagle_mrv2.patches.engine_args.__version__", "99.0")
+    monkeypatch.setattr("vllm_eagle_mrv2.config.cache_names.__version__", "99.0")
     assert ask(models).create_engine_config().compute_hash() != before
 
 
@@ -563,7 +564,7 @@ def test_weights_that_draft_quantization_cannot_round(given: dict[str, Any], cau
     for asked, expected in (("fp8", cause), (None, None)):
         settings = Settings(config["method"], Options(draft_quantization=asked))
         with pytest.raises(EagleMRV2Error, match=re.escape(expected)) if expected else nullcontext():
-            engine_args.check_translated(SimpleNamespace(**config), settings)
+            check_translated(SimpleNamespace(**config), settings)
 
 
 def test_bad_options_of_nobody(models: dict[str, str]) -> None:
@@ -920,12 +921,12 @@ def test_the_predicates_of_the_installed_vllm(
 ) -> None:
     config, settings = speculative_config_of(model_type, modules, tokens), Settings("mtp", Options())
     if predicate is None:
-        engine_args.check_translated(config, settings)
+        check_translated(config, settings)
         return
     if not hasattr(SpeculativeConfig, predicate):
         pytest.skip(f"this release has no {predicate}")
     with pytest.raises(EagleMRV2Error, match=f"the draft draft {dict(OTHER_SPECULATORS)[predicate]}.* use method=mtp"):
-        engine_args.check_translated(config, settings)
+        check_translated(config, settings)
 
 
 @pytest.mark.skipif(
