@@ -34,7 +34,7 @@ from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prom
 from vllm_eagle_mrv2.cli.load.types import throughput
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting
-from vllm_eagle_mrv2.draft_length.choices import lengths_up_to
+from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
 ACCEPTED = {
     "high": [0.85, 0.75, 0.65, 0.55, 0.45],

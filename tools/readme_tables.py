@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from fixes import FIXES
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -23,7 +24,6 @@ from vllm_eagle_mrv2.cli.doctor.recorded import recorded
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.patches import PATCHES
 from vllm_eagle_mrv2.releases import all_releases, release_for, supported
-from vllm_eagle_mrv2.releases.fixes import FIXES
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_loaded = False
+from vllm_eagle_mrv2 import patches
 
 
 def register() -> None:
@@ -11,15 +11,4 @@ def register() -> None:
     vLLM calls this in each of its processes before it builds a configuration.  The call is cheap, may be repeated, does
     not import vLLM and changes nothing for an engine that does not ask for ``eagle_mrv2``.
     """
-    global _loaded
-    if _loaded:
-        return
-    _loaded = True
-    from vllm_eagle_mrv2 import patches
-
     patches.install()
-
-
-def is_loaded() -> bool:
-    """Whether this process loaded the plugin."""
-    return _loaded

@@ -25,6 +25,7 @@ ANY_RELEASE = {
     "test_filter_logits",
     "test_greedy",
     "test_kernels",
+    "test_layers",
     "test_loop",
     "test_options",
     "test_queue",

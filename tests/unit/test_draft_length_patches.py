@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from vllm_eagle_mrv2.config.draft_lengths import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.draft_length.choices import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength
+from vllm_eagle_mrv2.draft_length.notes import Plan, planned_drafts
 from vllm_eagle_mrv2.patches import draft_length
-from vllm_eagle_mrv2.patches.draft_length import Plan
 from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, DraftCounter, read_counts
 
 
@@ -235,7 +235,7 @@ def plan_of(scheduler: Any, **scheduled: int) -> Plan:
 
     draft_length.number_chosen(update_after_schedule)(scheduler, output)
     assert len(seen) == 1
-    assert draft_length.planned_drafts(output) == seen[0].drafts
+    assert planned_drafts(output) == seen[0].drafts
     return seen[0]
 
 
@@ -329,7 +329,7 @@ def test_the_batch_carries_the_plan() -> None:
     output, batch = SimpleNamespace(eagle_mrv2_plan=plan), SimpleNamespace()
     prepare_inputs = draft_length.plan_passed_on(lambda self, output, *args, **kwargs: (args, kwargs) and batch)
     assert prepare_inputs(None, output, 1, two=2) is batch
-    assert draft_length.planned_drafts(batch) == 2
+    assert planned_drafts(batch) == 2
 
 
 def test_a_batch_without_a_plan_stays_as_it_is() -> None:
@@ -337,7 +337,7 @@ def test_a_batch_without_a_plan_stays_as_it_is() -> None:
     prepare_inputs = draft_length.plan_passed_on(lambda self, output: batch)
     assert prepare_inputs(None, SimpleNamespace()) is batch
     assert vars(batch) == {}
-    assert draft_length.planned_drafts(batch) is None
+    assert planned_drafts(batch) is None
     no_batch = draft_length.plan_passed_on(lambda self, output: None)
     assert no_batch(None, SimpleNamespace(eagle_mrv2_plan=Plan(2, 3, 1, 0))) is None
 

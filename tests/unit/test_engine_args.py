@@ -19,10 +19,11 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from vllm_eagle_mrv2 import plugin, releases
+from vllm_eagle_mrv2 import patches, releases
 from vllm_eagle_mrv2.config import one_model
 from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
 from vllm_eagle_mrv2.config.checkpoints import Reader
+from vllm_eagle_mrv2.config.engine_arguments import check_translated
 from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.config.method import MARKER, Settings, settings_of
 from vllm_eagle_mrv2.config.options import Options
@@ -225,12 +226,13 @@ def test_compiled_models_are_cached_apart_from_another_versions(
 ) -> None:
     """Whose operators may take other arguments."""
     before = ask(models).create_engine_config().compute_hash()
-    monkeypatch.setattr("vllm_eagle_mrv2.patches.engine_args.__version__", "99.0")
+    monkeypatch.setattr("vllm_eagle_mrv2.config.cache_names.__version__", "99.0")
     assert ask(models).create_engine_config().compute_hash() != before
 
 
 def test_the_marker_survives_the_way_into_a_worker(models: dict[str, str]) -> None:
     config = ask(models).create_engine_config()
+    assert b"sent_settings" in pickle.dumps(config)  # and brings the check of the workers
     for arrived in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         assert settings_in(arrived) == settings_in(config) != None  # noqa: E711
         assert arrived.use_v2_model_runner is True
@@ -562,7 +564,7 @@ def test_weights_that_draft_quantization_cannot_round(given: dict[str, Any], cau
     for asked, expected in (("fp8", cause), (None, None)):
         settings = Settings(config["method"], Options(draft_quantization=asked))
         with pytest.raises(EagleMRV2Error, match=re.escape(expected)) if expected else nullcontext():
-            engine_args.check_translated(SimpleNamespace(**config), settings)
+            check_translated(SimpleNamespace(**config), settings)
 
 
 def test_bad_options_of_nobody(models: dict[str, str]) -> None:
@@ -919,12 +921,12 @@ def test_the_predicates_of_the_installed_vllm(
 ) -> None:
     config, settings = speculative_config_of(model_type, modules, tokens), Settings("mtp", Options())
     if predicate is None:
-        engine_args.check_translated(config, settings)
+        check_translated(config, settings)
         return
     if not hasattr(SpeculativeConfig, predicate):
         pytest.skip(f"this release has no {predicate}")
     with pytest.raises(EagleMRV2Error, match=f"the draft draft {dict(OTHER_SPECULATORS)[predicate]}.* use method=mtp"):
-        engine_args.check_translated(config, settings)
+        check_translated(config, settings)
 
 
 @pytest.mark.skipif(
@@ -1055,7 +1057,7 @@ def test_registering_again_is_harmless(models: dict[str, str], monkeypatch: pyte
     before = {name: getattr(EngineArgs, name) for name in WRAPPED}
     decides = VllmConfig.__dict__["use_v2_model_runner"]
     register()
-    monkeypatch.setattr(plugin, "_loaded", False)  # as in a process that lost sight of the first time
+    monkeypatch.setattr(patches, "_installed", False)  # as in a process that lost sight of the first time
     register()
 
     for name, wrapped in before.items():
@@ -1095,6 +1097,6 @@ def test_the_model_runner_calls_our_init_speculator(monkeypatch: pytest.MonkeyPa
 
     assert hasattr(model_runner.init_speculator, "_eagle_mrv2_original")
     monkeypatch.setattr(model_runner, "init_speculator", spec_decode.init_speculator._eagle_mrv2_original)
-    monkeypatch.setattr(plugin, "_loaded", False)
+    monkeypatch.setattr(patches, "_installed", False)
     register()
     assert hasattr(model_runner.init_speculator, "_eagle_mrv2_original")

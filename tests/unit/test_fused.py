@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.draft_length import notes
 from vllm_eagle_mrv2.drafting.graphs import DraftGraphs
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 
@@ -204,7 +205,7 @@ def test_the_batch_size_decides_how_many_are_drafted(num_reqs: int, drafted: int
     batch = input_batch(num_reqs)
     assert read(adapter, batch).num_draft_tokens == drafted
     # What the scheduler is told of.
-    assert getattr(batch, draft_tokens._DRAFTED) == drafted
+    assert notes.drafted(batch) == drafted
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_the_batch_size_decides_how_many_are_drafted(num_reqs: int, drafted: int
 def test_all_are_drafted(what: str, how: dict[str, Any]) -> None:
     batch = input_batch(6)
     assert read(adapter_on(v0_29.Adapter, **how), batch).num_draft_tokens == K
-    assert not hasattr(batch, draft_tokens._DRAFTED)
+    assert notes.drafted(batch) is None
 
 
 def test_a_dummy_run_drafts_all() -> None:
@@ -234,7 +235,7 @@ def test_later_releases_tell_how_many_are_drafted(asked: int | None) -> None:
     assert found.num_draft_tokens == (K if asked is None else asked)
     assert found.erases is (asked == 0)
     assert found.dp_sync == "agreed"
-    assert not hasattr(batch, draft_tokens._DRAFTED)
+    assert notes.drafted(batch) is None
 
 
 def test_lengths_are_the_schedulers() -> None:
@@ -283,7 +284,7 @@ def test_the_runner_reports_what_was_drafted() -> None:
     for drafted in (2, 0, K, None):
         batch = input_batch(3)
         if drafted is not None:
-            draft_tokens.mark_drafted(batch, drafted)
+            notes.mark_drafted(batch, drafted)
         handler.set_draft_tokens(batch, torch.zeros(3, K))
     assert handler.widths == [2, 0, K, K]
 

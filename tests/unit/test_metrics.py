@@ -16,6 +16,7 @@ from vllm.v1.metrics import prometheus
 import vllm_eagle_mrv2
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.patches.metrics import offer
 from vllm_eagle_mrv2.telemetry import counters, metrics
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
@@ -63,8 +64,8 @@ def test_what_is_shown(several_api_servers: bool, monkeypatch: pytest.MonkeyPatc
             (tmp_path / name).mkdir()
     counter = DraftCounter.of_rank(0)
     assert not ours(prometheus.get_prometheus_registry()), "a stock server's"
-    metrics.offer(CONFIG, Settings("eagle", Options()))
-    metrics.offer(CONFIG, Settings("eagle3", Options()))  # another engine
+    offer(CONFIG, Settings("eagle", Options()))
+    offer(CONFIG, Settings("eagle3", Options()))  # another engine
     counter.slots[counters.FUSED] += 2
     counter.slots[counters.DRAFT_LENGTH] = 2
     labels = 'engine="0",model_name="demo"'
@@ -88,7 +89,7 @@ def test_a_chosen_number_is_shown_beside_what_was_expected() -> None:
         kv_transfer_config=None,
         parallel_config=SimpleNamespace(data_parallel_size=2, pipeline_parallel_size=1),
     )
-    metrics.offer(config, settings)
+    offer(config, settings)
     slots = DraftCounter.of_rank(0).slots
     slots[counters.CHANGES], slots[counters.TOKENS], slots[counters.EXPECTED_MILLITOKENS] = 4, 9, 8500
     slots[counters.MICROSECONDS], slots[counters.EXPECTED_MICROSECONDS] = 1_500_000, 1_250_000

@@ -27,7 +27,7 @@ from vllm_eagle_mrv2.cli.tune import settings
 from vllm_eagle_mrv2.cli.tune.report import TuneReport
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow, schedule_of
-from vllm_eagle_mrv2.draft_length.choices import lengths_up_to
+from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
 H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
 OLD = Started(vllm_version="0.24.0", device="cuda", device_name="H200")

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from vllm_eagle_mrv2 import plugin
+from vllm_eagle_mrv2 import patches
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.patches import worker_check
+from vllm_eagle_mrv2.patches import sent_settings, worker_check
 from vllm_eagle_mrv2.patches.wrap import wrap
 from vllm_eagle_mrv2.plugin import register
 
@@ -67,7 +67,7 @@ def test_nothing_is_wrong(each: Any) -> None:
 def test_another_drafter(
     each: Any, drafter: str, loaded: bool, plugins: str | None, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plugin, "_loaded", loaded)
+    monkeypatch.setattr(patches, "_installed", loaded)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
@@ -132,9 +132,10 @@ def test_a_process_that_a_request_arrives_in_asks() -> None:
     script = (
         "import pickle, sys, types; core = types.ModuleType('vllm.v1.engine.core'); sys.modules[core.__name__] = core; "
         "core.EngineCore = type('EngineCore', (), {'_initialize_kv_caches': lambda self, config: None}); "
-        "pickle.loads(bytes.fromhex(sys.argv[1])); from vllm_eagle_mrv2 import plugin; "
-        "print(plugin.is_loaded(), hasattr(core.EngineCore._initialize_kv_caches, '_eagle_mrv2_original'))"
+        "pickle.loads(bytes.fromhex(sys.argv[1])); from vllm_eagle_mrv2 import patches; "
+        "print(patches.installed(), hasattr(core.EngineCore._initialize_kv_caches, '_eagle_mrv2_original'))"
     )
+    sent_settings.with_check()
     sent = pickle.dumps(REQUEST).hex()
     answer = subprocess.run([sys.executable, "-c", script, sent], capture_output=True, text=True, check=True)
     assert answer.stdout == "False True\n"

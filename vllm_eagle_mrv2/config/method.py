@@ -27,7 +27,7 @@ MARKER = "_eagle_mrv2_request"
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for; pickled with the configuration into every engine and worker process."""
+    """What the user asked for; sent with the configuration to all processes of an engine (`patches.sent_settings`)."""
 
     family: Family
     options: Options
@@ -35,13 +35,6 @@ class Settings:
     """The user's own ``enforce_eager`` for the draft; vLLM also sets this field of its configuration by itself."""
     kept_tokens: KeptTokens | None = None
     """The tokens that ``draft_vocab`` keeps; None drafts from the whole vocabulary."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle in another process; that process then checks its workers even if it did not load the plugin."""
-        from vllm_eagle_mrv2 import patches
-
-        self.__dict__.update(state)
-        patches.hook(patches.patch_of("vllm.v1.engine.core:EngineCore._initialize_kv_caches"))
 
 
 def settings_of(marked: object) -> Settings | None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from vllm_eagle_mrv2.classes import class_path
 from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.draft_model.rows_read import RowsRead
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
-from vllm_eagle_mrv2.releases.surface import class_path
 
 _ATTENTION = "vllm.model_executor.models.llama.LlamaAttention"
 """The module that passes the output of RoPE to its attention layer only."""

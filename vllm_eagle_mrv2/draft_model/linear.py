@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from vllm_eagle_mrv2.classes import class_path
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 from vllm_eagle_mrv2.draft_model import compile_ahead, fp8
 from vllm_eagle_mrv2.draft_model.logits_processor import DraftLogits, FewRows
@@ -28,7 +29,6 @@ from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.device import is_measured
 from vllm_eagle_mrv2.kernels.fp8 import dequantized
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
-from vllm_eagle_mrv2.releases.surface import class_path
 
 _library = torch.library.Library("vllm_eagle_mrv2", "DEF")
 _FURTHER = "Tensor? scale=None, Tensor? index=None, Tensor? count=None"

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,10 +27,11 @@ from vllm_eagle_mrv2.drafting.defects import loop_class
 from vllm_eagle_mrv2.drafting.graphs import DraftGraphs
 from vllm_eagle_mrv2.drafting.loop import DraftConfig
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.releases import draft_loading
-from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 from vllm_eagle_mrv2.telemetry.start_line import Facts
+
+if TYPE_CHECKING:
+    from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
 
 
 def make_speculator_class(adapter_class: type[ReleaseAdapter], family: Family) -> type:
@@ -143,7 +144,7 @@ class Drafter:
     @contextmanager
     def loading(self, target_model: Any) -> Iterator[None]:
         """Context in which vLLM loads the draft; afterwards its layers use this package's kernels."""
-        with draft_loading.repaired(self.stock, target_model):
+        with self.adapter.loading(target_model):
             yield
         enabled, adapter, model = self.options.enabled, self.adapter, self.stock.model
         local = adapter.greedy_is_argmax and enabled(Behaviour.LOCAL_ARGMAX)

@@ -163,7 +163,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "prometheus_client.multiprocess:MultiProcessCollector.collect",
-        "vllm_eagle_mrv2.telemetry.metrics:drafts_added",
+        f"{_HERE}.metrics:drafts_added",
         Scope.ENGINE,
         "adds the drafts' metrics to what several API servers show together",
         "each request there has a registry of its own",
@@ -398,14 +398,26 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 
+_installed = False
+
+
 def install() -> None:
-    """Register the patches of scope PLUGIN; those whose module is already imported take effect now."""
+    """Register the patches of scope PLUGIN, once; those whose module is already imported take effect now."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
     from vllm_eagle_mrv2.patches import last_line
 
     last_line.install()
     for patch in PATCHES:
         if patch.scope is Scope.PLUGIN and patch.wraps:
             hook(patch)
+
+
+def installed() -> bool:
+    """Whether this process loaded the plugin, and not only a module of this package."""
+    return _installed
 
 
 def hook(patch: Patch) -> None:

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
-from vllm_eagle_mrv2.draft_length.choices import lengths_to_choose_from
+from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength
+from vllm_eagle_mrv2.draft_length.notes import Plan, note_plan, plan_of
 from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
 _CHOOSER = "_eagle_mrv2_draft_length"
-_PLAN = "eagle_mrv2_plan"
-
-
-class Plan(NamedTuple):
-    """What this package notes in a ``SchedulerOutput``."""
-
-    drafts: int  # to make for each request
-    verified: int  # drafts of each decode, from the iteration before
-    decodes: int
-    prefilled: int  # tokens of other requests
 
 
 # In the engine core
@@ -69,7 +60,7 @@ def number_chosen(original: Function) -> Function:
         chooser = chooser_of(self)
         if chooser is not None:
             plan = _plan(chooser, self.requests, scheduler_output.num_scheduled_tokens)
-            setattr(scheduler_output, _PLAN, plan)
+            note_plan(scheduler_output, plan)
             scheduler_output.num_spec_tokens_to_schedule = plan.drafts  # read from 0.24 on
             self._spec_token_placeholders = [-1] * plan.drafts  # read before
         original(self, scheduler_output)
@@ -93,8 +84,7 @@ def outcome_learned(original: Function) -> Function:
     """Wrap ``Scheduler.update_from_output``: the chooser learns what was accepted and how long the iteration took."""
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        plan: Plan | None = getattr(scheduler_output, _PLAN, None)
-        chooser = chooser_of(self)
+        plan, chooser = plan_of(scheduler_output), chooser_of(self)
         if plan is not None and chooser is not None:
             sampled, place = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
             outcomes = Counter(
@@ -111,20 +101,14 @@ def outcome_learned(original: Function) -> Function:
 # In the workers
 
 
-def planned_drafts(marked: Any) -> int | None:
-    """Return the number of draft tokens noted in a ``SchedulerOutput``, or in the batch made for it."""
-    plan: Plan | None = getattr(marked, _PLAN, None)
-    return None if plan is None else plan.drafts
-
-
 def plan_passed_on(original: Function) -> Function:
     """Wrap ``GPUModelRunner.prepare_inputs``: the batch carries the plan to ``propose`` (below 0.32)."""
 
     def prepare_inputs(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         batch = original(self, scheduler_output, *args, **kwargs)
-        plan = getattr(scheduler_output, _PLAN, None)
+        plan = plan_of(scheduler_output)
         if plan is not None and batch is not None:
-            setattr(batch, _PLAN, plan)
+            note_plan(batch, plan)
         return batch
 
     return prepare_inputs

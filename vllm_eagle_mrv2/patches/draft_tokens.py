@@ -10,20 +10,14 @@ from typing import Any
 
 import torch
 
+from vllm_eagle_mrv2.draft_length.notes import drafted
 from vllm_eagle_mrv2.patches.wrap import Function
-
-_DRAFTED = "eagle_mrv2_drafted"
-
-
-def mark_drafted(input_batch: Any, num_draft_tokens: int) -> None:
-    """Record on a batch how many tokens were drafted for each of its requests."""
-    setattr(input_batch, _DRAFTED, num_draft_tokens)
 
 
 def drafted_columns_only(original: Function) -> Function:
     """Wrap ``DraftTokensHandler.set_draft_tokens``: a marked batch passes on its drafted columns only."""
 
     def set_draft_tokens(self: Any, input_batch: Any, draft_tokens: torch.Tensor) -> None:
-        original(self, input_batch, draft_tokens[:, : getattr(input_batch, _DRAFTED, None)])
+        original(self, input_batch, draft_tokens[:, : drafted(input_batch)])
 
     return set_draft_tokens

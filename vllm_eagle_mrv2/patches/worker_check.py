@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_eagle_mrv2 import patches, releases
+from vllm_eagle_mrv2.classes import class_path
+from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.method import settings_of
-from vllm_eagle_mrv2.draft_length.choices import lengths_to_choose_from
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches.wrap import Function
-from vllm_eagle_mrv2.releases.surface import class_path
 
 
 def workers_asked(original: Function) -> Function:
@@ -66,9 +66,7 @@ def complaint(worker: Any) -> str | None:
 
 
 def _cause(runner: object) -> str:
-    from vllm_eagle_mrv2 import plugin
-
-    if plugin.is_loaded():
+    if patches.installed():
         return f"its {class_path(type(runner))} does not call vLLM's init_speculator; use vLLM's own worker classes"
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and METHOD not in plugins.split(","):

@@ -94,3 +94,8 @@ def installed_release() -> Release:
             f"reinstall the stock wheel, or use the stock method instead of {METHOD}."
         )
     return adapter
+
+
+def installed() -> tuple[Release, Version]:
+    """The `Release` of the installed vLLM and its version, as `installed_release` and `installed_version`."""
+    return installed_release(), installed_version()

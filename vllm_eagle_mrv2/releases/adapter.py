@@ -17,9 +17,10 @@ import torch
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, SlotTable, TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.families import Family
+from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
+from vllm_eagle_mrv2.config.families import METHOD, Family
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.draft_length.choices import lengths_to_choose_from
+from vllm_eagle_mrv2.draft_length.notes import mark_drafted, planned_drafts
 from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_model.head import DraftHead
@@ -29,8 +30,7 @@ from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
-from vllm_eagle_mrv2.patches.draft_length import planned_drafts
-from vllm_eagle_mrv2.patches.draft_tokens import mark_drafted
+from vllm_eagle_mrv2.releases import draft_loading, installed_version
 from vllm_eagle_mrv2.releases.schedule import lengths_by_batch_size
 from vllm_eagle_mrv2.releases.spec import Release
 
@@ -119,6 +119,10 @@ class ReleaseAdapter:
 
     # Before and after the model is loaded and the KV cache is made
 
+    def loading(self, target_model: Any) -> AbstractContextManager[None]:
+        """Context in which vLLM loads the draft, with what later releases mended of it."""
+        return draft_loading.repaired(self.stock, target_model)
+
     def check_caches(self, kv_cache_config: Any) -> None:
         """Refuse KV caches that the draft cannot share with the target; the default takes all."""
 
@@ -172,6 +176,10 @@ class ReleaseAdapter:
     def builders(self) -> list[Any]:
         """The metadata builders of the draft."""
         return [group.get_metadata_builder(0) for group in chain.from_iterable(self.stock.attn_groups)]
+
+    def supplies(self, behaviour: Behaviour) -> bool:
+        """Whether this package supplies a behaviour on the installed release, be it switched on or off."""
+        return self.release.supplier(behaviour, installed_version()) == METHOD
 
     @property
     def builders_refresh(self) -> bool:

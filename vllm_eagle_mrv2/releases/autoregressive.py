@@ -14,11 +14,11 @@ from packaging.version import Version
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch
+from vllm_eagle_mrv2.classes import class_path
 from vllm_eagle_mrv2.drafting.loop import GraphRun
 from vllm_eagle_mrv2.releases import installed_version
 from vllm_eagle_mrv2.releases.fused import FusedAdapter
 from vllm_eagle_mrv2.releases.schedule import hidden_schedule
-from vllm_eagle_mrv2.releases.surface import class_path
 
 _BACKENDS = "vllm.v1.attention.backends"
 _REFRESH_IS_COMPLETE = {

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, get_uniform_tok
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch
+from vllm_eagle_mrv2.classes import class_path
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_model.sampling import sample_and_store
@@ -28,7 +29,6 @@ from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, longest_query
 from vllm_eagle_mrv2.releases.schedule import hidden_schedule
-from vllm_eagle_mrv2.releases.surface import class_path
 
 _CAPTURABLE_BUILDERS = frozenset(
     {

@@ -28,6 +28,8 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from vllm_eagle_mrv2.classes import class_path
+
 Entry = Mapping[str, Any]
 Status = Literal["found", "missing", "changed"]
 
@@ -123,11 +125,6 @@ def describe_installed(symbol: Symbol) -> Entry:
             return {"kind": "attribute"}
         raise LookupError(f"{owner.__qualname__} has no attribute {last}")
     return _describe(owner, last, _member(owner, last, symbol.module))
-
-
-def class_path(cls: type) -> str:
-    """The dotted path of a class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _import(module: str) -> ModuleType:

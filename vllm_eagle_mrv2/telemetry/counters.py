@@ -18,7 +18,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_eagle_mrv2.draft_length.choices import LENGTHS
+from vllm_eagle_mrv2.config.draft_lengths import LENGTHS
 
 FOLDER_VARIABLE = "EAGLE_MRV2_COUNTERS"
 

@@ -11,9 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from vllm_eagle_mrv2 import __version__
+from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.method import Settings
-from vllm_eagle_mrv2.draft_length.choices import lengths_to_choose_from
-from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.telemetry import counters
 
 _info: dict[str, str] = {}  # of the latest engine in this process that asked for eagle_mrv2
@@ -39,22 +38,8 @@ def offer(vllm_config: Any, settings: Settings) -> None:
 
 @functools.cache
 def _show() -> None:
-    """Add the drafts' metrics to this process's registry, and to the output that several API servers share."""
-    from vllm_eagle_mrv2 import patches
-    from vllm_eagle_mrv2.releases import installed_version
-
+    """Add the drafts' metrics to this process's registry."""
     REGISTRY.register(DraftMetrics())
-    patches.apply(patches.Scope.ENGINE, installed_version())
-
-
-def drafts_added(original: Function) -> Function:
-    """Wrap ``MultiProcessCollector.collect``, which is called for each /metrics request: add the drafts' metrics."""
-
-    def collect(self: Any) -> Iterator[Metric]:
-        yield from original(self)
-        yield from DraftMetrics().collect()
-
-    return collect
 
 
 class DraftMetrics(Collector):

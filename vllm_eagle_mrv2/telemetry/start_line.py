@@ -15,9 +15,9 @@ import torch
 from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.config import captured_sizes
 from vllm_eagle_mrv2.config.behaviours import Behaviour
+from vllm_eagle_mrv2.config.draft_lengths import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.method import Settings
-from vllm_eagle_mrv2.draft_length.choices import asks_for_choice, lengths_to_choose_from, why_not_chosen
 from vllm_eagle_mrv2.draft_model import fp8
 from vllm_eagle_mrv2.kernels.measured import about
 
@@ -83,10 +83,8 @@ class Facts:
         """The facts of a drafter that is ready for graph capture."""
         import vllm
 
-        from vllm_eagle_mrv2.releases import installed_version
-
         stock, adapter, graphs, options = drafter.stock, drafter.adapter, drafter.graphs, drafter.options
-        version, logits, trimmed, tables = installed_version(), stock.draft_logits, drafter.trimmed, stock.block_tables
+        logits, trimmed, tables = stock.draft_logits, drafter.trimmed, stock.block_tables
         decode_graphs = stock.num_speculative_steps > 1 and any(stock.decode_cudagraph_manager._capture_descs.values())
         draft_argmax = logits is None and adapter.head is not None
         return cls(
@@ -98,9 +96,7 @@ class Facts:
             draft_vocab=None if trimmed is None else f"{trimmed.size} of {trimmed.vocab_size}",
             draft_weights=_rounded(drafter),
             texts=None if drafter.loop.lookup is None else _mebibytes(drafter.loop.lookup.tokens),
-            ours=frozenset(
-                b for b in Behaviour if adapter.release.supplier(b, version) == METHOD and options.enabled(b)
-            ),
+            ours=frozenset(b for b in Behaviour if adapter.supplies(b) and options.enabled(b)),
             asked_mode=adapter.asked.mode or graphs.target_mode,
             target_mode=graphs.target_mode,
             prefill_mode=stock.prefill_cudagraph_manager.cudagraph_mode,

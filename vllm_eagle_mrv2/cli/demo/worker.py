@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm_eagle_mrv2.classes import class_path
 from vllm_eagle_mrv2.cli.demo.types import Job, Measurement
 from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
 from vllm_eagle_mrv2.cli.engine_process import serve
-from vllm_eagle_mrv2.releases.surface import class_path
 
 PROMPT_ROOM = 256
 """Maximum prompt length in tokens, so that the KV cache need not hold the checkpoint's whole context."""

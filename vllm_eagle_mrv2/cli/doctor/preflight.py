@@ -14,12 +14,14 @@ from typing import Any
 
 from packaging.version import Version
 
+from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.cli.doctor.report import DeploymentReport, DoctorReport, PathReport
 from vllm_eagle_mrv2.config.checkpoints import Reader
+from vllm_eagle_mrv2.config.engine_arguments import take_settings
 from vllm_eagle_mrv2.config.families import METHOD, Family
 from vllm_eagle_mrv2.config.heads import check_fit
+from vllm_eagle_mrv2.config.vllm_errors import first_sentence, refused_by_vllm
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.patches.engine_args import first_sentence, refused_by_vllm, take_settings
 from vllm_eagle_mrv2.plugin import register
 from vllm_eagle_mrv2.releases.draft_paths import attends_by_ours, draft_paths
 
@@ -101,7 +103,7 @@ def _engine_config(arguments: Any) -> Any:
 def _family(arguments: Any) -> Family | None:
     """The draft's family, also of a deployment that is refused for another reason or cannot run on this machine."""
     try:
-        settings = take_settings(arguments)
+        settings = take_settings(arguments, releases.installed)
     except EagleMRV2Error:
         return None
     return None if settings is None else settings.family
@@ -154,7 +156,7 @@ def _check_models(report: DoctorReport, deployment: Deployment, version: Version
     found, arguments = report.deployment, deployment.engine_args(version)
     assert found is not None
     try:
-        settings = take_settings(arguments)
+        settings = take_settings(arguments, releases.installed)
         assert settings is not None
         reader, name = Reader(deployment.trust_remote_code), arguments.speculative_config.get("model")
         target = _Shape(arguments.model, reader.target_config(arguments.model))

@@ -39,8 +39,8 @@ from vllm_eagle_mrv2.cli.progress import Track, progress
 from vllm_eagle_mrv2.cli.tune.report import TuneReport
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import TuneRow
+from vllm_eagle_mrv2.config.draft_lengths import why_not_chosen
 from vllm_eagle_mrv2.config.families import METHOD
-from vllm_eagle_mrv2.draft_length.choices import why_not_chosen
 
 _LEVELS, _LEVELS_ON_CPU = (1, 4, 16, 64), (1, 4)
 _ROUNDS, _ROUNDS_ON_CPU = 5, 1

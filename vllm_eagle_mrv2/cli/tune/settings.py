@@ -15,7 +15,7 @@ from vllm_eagle_mrv2.cli.load.balance import of_one_engine
 from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, Traffic
 from vllm_eagle_mrv2.cli.load.types import Level, LoadRound
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow
-from vllm_eagle_mrv2.draft_length.choices import lengths_up_to
+from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
 BEHIND = 0.9
 """A number of draft tokens that makes less than this share of the best in the first round is far behind."""
