@@ -23,12 +23,12 @@ from vllm_eagle_mrv2 import patches, releases
 from vllm_eagle_mrv2.config import one_model
 from vllm_eagle_mrv2.config.behaviours import SWITCHES, Behaviour
 from vllm_eagle_mrv2.config.checkpoints import Reader
-from vllm_eagle_mrv2.config.engine_arguments import check_translated
+from vllm_eagle_mrv2.config.engine_arguments import check_lookup, check_translated
 from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.config.method import MARKER, Settings, settings_of
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.patches import engine_args
+from vllm_eagle_mrv2.patches import engine_args, metrics
 from vllm_eagle_mrv2.patches.wrap import wrap
 from vllm_eagle_mrv2.plugin import register
 from vllm_eagle_mrv2.releases import v0_20, v0_26, v0_32, v2_limits
@@ -38,6 +38,7 @@ pytest.importorskip("vllm")
 register()
 
 import vllm  # noqa: E402
+from vllm import envs  # noqa: E402
 from vllm.config import ModelConfig  # noqa: E402
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402
 from vllm.config.speculative import SpeculativeConfig  # noqa: E402
@@ -281,6 +282,45 @@ def used(arguments: EngineArgs) -> EngineArgs:
     return arguments
 
 
+@pytest.mark.parametrize(
+    ("speculative", "watermark", "sentence"),
+    [
+        ({"enable_adaptive_verification": True}, None, "enable_adaptive_verification judges a draft"),
+        ({}, {"allow_target_only_watermarking": False}, "drafts that lookup_drafts finds carry no watermark"),
+        ({}, {"allow_target_only_watermarking": True}, None),
+        ({}, None, None),
+    ],
+)
+def test_what_excludes_lookup_drafts(
+    speculative: dict[str, Any], watermark: dict[str, Any] | None, sentence: str | None
+) -> None:
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(**speculative),
+        watermark_config=None if watermark is None else SimpleNamespace(**watermark),
+    )
+    check_lookup(config, Settings("eagle", Options()))
+    with nullcontext() if sentence is None else pytest.raises(EagleMRV2Error, match=sentence):
+        check_lookup(config, Settings("eagle", Options(lookup_drafts=True)))
+
+
+@pytest.mark.parametrize("headless", [False, True])
+def test_metrics_are_offered_where_somebody_shows_them(
+    headless: bool, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[VllmConfig] = []
+    monkeypatch.setattr(metrics, "offer", lambda config, settings: offered.append(config))
+    config = ask(models).create_engine_config(headless=headless)
+    assert offered == ([] if headless else [config])
+
+
+@pytest.mark.parametrize(("first", "second"), [("head", "head3"), ("head3", "head")])
+def test_arguments_used_again_take_another_draft(first: str, second: str, models: dict[str, str]) -> None:
+    arguments = used(ask(models, head=first))
+    arguments.speculative_config["model"] = models[second]
+    family: Family = "eagle3" if second == "head3" else "eagle"
+    assert settings_in(arguments.create_engine_config()) == Settings(family, Options())
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, dataclasses.replace])
 def test_the_request_rides_in_the_dictionary(copied: Callable[[Any], Any], models: dict[str, str]) -> None:
     """It is in nothing else of the arguments, so whatever takes the dictionary along takes the settings along."""
@@ -364,6 +404,16 @@ class TestV2ByEnvironment:
         for stock in (ask(models, "eagle"), ask(models, speculative_config=None)):
             assert settings_in(stock.create_engine_config()) is None
             assert V2_VARIABLE not in os.environ
+
+    def test_seen_where_an_engine_has_vllm_keep_what_it_read(self, models: dict[str, str]) -> None:
+        """As every engine core does when it is ready."""
+        envs.enable_envs_cache()
+        try:
+            for method, chosen in (("eagle", False), ("eagle_mrv2", True), ("eagle", False)):
+                ask(models, method).create_engine_config()
+                assert bool(envs.VLLM_USE_V2_MODEL_RUNNER) is chosen
+        finally:
+            envs.disable_envs_cache()
 
     def test_set_for_arguments_that_are_used_again(self, models: dict[str, str]) -> None:
         arguments = used(ask(models))

@@ -41,15 +41,17 @@ def take_settings(engine_args: Any, installed: Callable[[], tuple[Release, Versi
         given = parse_short_form(given) or given
     if isinstance(given, dict) and MARKER in given:
         settings = cast(Settings, given[MARKER])
+        method, *draft = settings.asked or (METHOD,)
         unchanged = given.get("method") == settings.family
-        as_before = parse_options(engine_args.additional_config) == settings.options
+        as_before = [given.get("model"), given.get("revision")] == draft
+        as_before &= parse_options(engine_args.additional_config) == settings.options
         as_before &= is_on(given.get("enforce_eager")) == settings.enforce_eager
         if unchanged and as_before and not kill_switch.is_on():
             return settings
         # The arguments were used before, and since then they were changed or switched off: translate them again.
         given = {key: value for key, value in given.items() if key != MARKER}
         if unchanged:
-            given["method"] = f"{METHOD}:{settings.family}"
+            given["method"] = method
         engine_args.speculative_config = given
     if not (is_ours(short) or (isinstance(given, dict) and is_ours(given.get("method")))):
         return None
@@ -117,6 +119,31 @@ def check_translated(config: Any, settings: Settings) -> None:
         settings.kept_tokens.check(config.draft_model_config.get_vocab_size())
     if settings.options.draft_quantization is not None:
         _check_weights_to_round(config)
+
+
+def check_lookup(config: Any, settings: Settings) -> None:
+    """Refuse ``lookup_drafts`` beside what judges or marks the drafts of a head.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+        settings: what the user asked for.
+
+    Raises:
+        EagleMRV2Error: with the cause and the remedy.
+    """
+    if not settings.options.lookup_drafts:
+        return
+    if getattr(config.speculative_config, "enable_adaptive_verification", False):  # from 0.30 on
+        raise EagleMRV2Error(
+            "enable_adaptive_verification judges a draft by what the head thinks of it, which says nothing of one "
+            "that lookup_drafts has found; leave one of them out."
+        )
+    watermark = getattr(config, "watermark_config", None)  # from 0.30 on
+    if watermark is not None and not watermark.allow_target_only_watermarking:
+        raise EagleMRV2Error(
+            "drafts that lookup_drafts finds carry no watermark; leave it out, or set allow_target_only_watermarking "
+            "in the watermark_config."
+        )
 
 
 def _check_weights_to_round(config: Any) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -25,6 +25,14 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 MARKER = "_eagle_mrv2_request"
 
 
+class Asked(NamedTuple):
+    """The draft as the user named it."""
+
+    method: str  # with the family, if it is forced
+    model: str | None
+    revision: str | None
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the user asked for; sent with the configuration to all processes of an engine (`patches.sent_settings`)."""
@@ -35,6 +43,8 @@ class Settings:
     """The user's own ``enforce_eager`` for the draft; vLLM also sets this field of its configuration by itself."""
     kept_tokens: KeptTokens | None = None
     """The tokens that ``draft_vocab`` keeps; None drafts from the whole vocabulary."""
+    asked: Asked | None = field(default=None, compare=False)
+    """What the family was found for."""
 
 
 def settings_of(marked: object) -> Settings | None:
@@ -145,9 +155,9 @@ def translate(
         _refuse_misleading_path(model or target)
     if model is None:
         del config["model"]
-    config["method"] = family
+    asked, config["method"] = Asked(config["method"], model, config.get("revision")), family
     enforce_eager = is_on(config.get("enforce_eager"))
-    return config, Settings(family, options, enforce_eager, _kept_tokens(family, options))
+    return config, Settings(family, options, enforce_eager, _kept_tokens(family, options), asked)
 
 
 def is_on(flag: object) -> bool:

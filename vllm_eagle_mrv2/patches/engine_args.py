@@ -10,7 +10,7 @@ from vllm_eagle_mrv2.config import captured_sizes
 from vllm_eagle_mrv2.config.cache_names import name_in_caches
 from vllm_eagle_mrv2.config.command_line import teach_parser
 from vllm_eagle_mrv2.config.draft_config import fit_to_target
-from vllm_eagle_mrv2.config.engine_arguments import check_translated, take_settings
+from vllm_eagle_mrv2.config.engine_arguments import check_lookup, check_translated, take_settings
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.heads import check_fit
 from vllm_eagle_mrv2.config.method import MARKER, Settings, mark, settings_of
@@ -38,10 +38,12 @@ def translated_first(original: Function) -> Function:
                 "the model, and the draft as model of the speculative configuration."
             )
         if settings is not None:
+            check_lookup(config, settings)
             name_in_caches(config)
-            from vllm_eagle_mrv2.patches import metrics
+            if _has_front_end(*args, **kwargs):
+                from vllm_eagle_mrv2.patches import metrics
 
-            metrics.offer(config, settings)
+                metrics.offer(config, settings)
         return config
 
     return create_engine_config
@@ -144,11 +146,23 @@ def our_speculator(original: Function) -> Function:
     return init_speculator
 
 
+def _has_front_end(usage_context: Any = None, headless: bool = False) -> bool:
+    """Whether metrics can be shown by who makes a configuration; arguments as of ``create_engine_config``."""
+    from vllm import envs
+
+    return not (headless or getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+
+
 def _select_v2_by_environment(settings: Settings | None) -> None:
     """Set VLLM_USE_V2_MODEL_RUNNER for an engine with ``eagle_mrv2`` if the release needs it; unset it for others."""
-    if settings is None:
-        if os.environ.get(_V2_VARIABLE) == _SET_BY_US:
-            del os.environ[_V2_VARIABLE]
+    before = os.environ.get(_V2_VARIABLE)
+    if settings is None and before == _SET_BY_US:
+        del os.environ[_V2_VARIABLE]
+    elif settings is not None and before is None and releases.installed_release().v2_by_environment:
+        os.environ[_V2_VARIABLE] = _SET_BY_US
+    else:
         return
-    if releases.installed_release().v2_by_environment:
-        os.environ.setdefault(_V2_VARIABLE, _SET_BY_US)
+    from vllm import envs
+
+    # An engine in this process has vLLM keep what it reads from the environment.
+    getattr(vars(envs)["__getattr__"], "cache_clear", lambda: None)()

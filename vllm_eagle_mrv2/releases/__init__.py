@@ -24,44 +24,43 @@ def all_releases() -> list[Release]:
     for module in (v0_20, v0_22, v0_23, v0_26, v0_28, v0_29, v0_32):
         manager.register(module)
     manager.load_setuptools_entrypoints(ENTRY_POINTS)
-    adapters: list[Release] = manager.hook.eagle_mrv2_release()
-    return adapters
+    known: list[Release] = manager.hook.eagle_mrv2_release()
+    return known
 
 
 def all_required_symbols() -> Iterable[Symbol]:
     """Every vLLM symbol that some adapter relies on, each once."""
-    return dict.fromkeys(symbol for adapter in all_releases() for symbol in adapter.symbols)
+    return dict.fromkeys(symbol for release in all_releases() for symbol in release.symbols)
 
 
 def supported() -> str:
     """The releases that this package supports, as text for messages."""
-    *some, last = sorted((series for adapter in all_releases() for series in adapter.series), key=Version)
+    *some, last = sorted((series for release in all_releases() for series in release.series), key=Version)
     return f"{', '.join(f'{series}.x' for series in some)} and {last}.x" if some else f"{last}.x"
 
 
-def stock_version(release: str) -> Version:
+def stock_version(version: str) -> Version:
     """The stock release of a build's version: 0.32.0+cpu and 0.32.0.post1 have the surface of 0.32.0.
 
     Text that is not a version becomes 0, which no release covers.
     """
     try:
-        return Version(Version(release).base_version)
+        return Version(Version(version).base_version)
     except InvalidVersion:
         return Version("0")
 
 
-def release_for(release: str) -> Release:
+def release_for(version: str) -> Release:
     """The `Release` that covers a vLLM version.
 
     Raises:
-        EagleMRV2Error: no adapter covers the release.
+        EagleMRV2Error: no release covers the version.
     """
-    version = stock_version(release)
-    for adapter in all_releases():
-        if adapter.covers(version):
-            return adapter
+    for release in all_releases():
+        if release.covers(stock_version(version)):
+            return release
     raise EagleMRV2Error(
-        f"vllm-eagle-mrv2 does not support vLLM {release}: supported are {supported()}; "
+        f"vllm-eagle-mrv2 does not support vLLM {version}: supported are {supported()}; "
         f"install one of these, or use the stock method instead of {METHOD}."
     )
 
@@ -78,22 +77,22 @@ def installed_release() -> Release:
     """The `Release` of the installed vLLM, after a check of the symbols that it needs.
 
     Raises:
-        EagleMRV2Error: no adapter covers the release, or a symbol that the adapter needs is missing or has changed.
+        EagleMRV2Error: no release covers the version, or a symbol that its adapter needs is missing or has changed.
     """
     import vllm
 
-    adapter = release_for(vllm.__version__)
-    needed = adapter.symbols_of(installed_version())
+    release = release_for(vllm.__version__)
+    needed = release.symbols_of(installed_version())
     drift = [finding for finding in check_installed(needed) if finding.status != "found"]
     if drift:
         first = drift[0]
         more = f" (and {len(drift) - 1} more)" if len(drift) > 1 else ""
         raise EagleMRV2Error(
-            f"vLLM {vllm.__version__} is not the stock release that adapter {adapter.name} knows: "
+            f"vLLM {vllm.__version__} is not the stock release that adapter {release.name} knows: "
             f"{first.symbol.module}:{first.symbol.name} is {first.status}, {first.detail}{more}; "
             f"reinstall the stock wheel, or use the stock method instead of {METHOD}."
         )
-    return adapter
+    return release
 
 
 def installed() -> tuple[Release, Version]:
