@@ -65,6 +65,17 @@ def environment_kept() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measuring command must not get as far as its engines."""
+    from vllm_eagle_mrv2.cli.common.engines import Setup
+
+    def refuse(self: Setup, k: int) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(Setup, "engines", refuse)
+
+
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """vLLM's layers can be made."""

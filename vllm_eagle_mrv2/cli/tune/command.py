@@ -19,12 +19,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_eagle_mrv2.cli.bench import arguments
-from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, MAX_NUM_SEQS, Engines, Setup
-from vllm_eagle_mrv2.cli.bench.types import Started
-from vllm_eagle_mrv2.cli.demo.pair import require_vllm
-from vllm_eagle_mrv2.cli.errors import CommandError, reported
-from vllm_eagle_mrv2.cli.load.arguments import (
+from vllm_eagle_mrv2.cli.common import arguments
+from vllm_eagle_mrv2.cli.common.engines import MAX_NUM_SEQS, Engines, Setup
+from vllm_eagle_mrv2.cli.common.errors import CommandError, reported
+from vllm_eagle_mrv2.cli.common.installed import require_vllm, versions
+from vllm_eagle_mrv2.cli.common.load.arguments import (
     Acceptance,
     OutputTokens,
     PromptTokens,
@@ -33,9 +32,10 @@ from vllm_eagle_mrv2.cli.load.arguments import (
     check_range,
     shares_of,
 )
-from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
-from vllm_eagle_mrv2.cli.progress import Track, progress
+from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, WORKER, Traffic, random_prompts
+from vllm_eagle_mrv2.cli.common.progress import Track, progress
+from vllm_eagle_mrv2.cli.common.subject import FIXED_KV_CACHE, ShapeRequests, subject_of
+from vllm_eagle_mrv2.cli.common.types import Started
 from vllm_eagle_mrv2.cli.tune.report import TuneReport
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import TuneRow
@@ -67,7 +67,7 @@ def tune(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     acceptance: Acceptance = None,
-    option: arguments.Options = "{}",
+    option: arguments.MethodOptions = "{}",
     engine: arguments.EngineArguments = "{}",
     prompts: arguments.Prompts = None,
     max_model_len: arguments.MaxModelLen = None,
@@ -90,10 +90,8 @@ def tune(
         check_range("--output-tokens", *output_tokens)
         overrides = _overrides(engine, levels)
         with tempfile.TemporaryDirectory() as folder:
-            of_shape = arguments.ShapeRequests(random_prompts(prompt_tokens))
-            subject = arguments.subject_of(
-                Path(folder), model, draft, family, shape, prompts, max_model_len, overrides, of_shape
-            )
+            of_shape = ShapeRequests(random_prompts(prompt_tokens))
+            subject = subject_of(Path(folder), model, draft, family, shape, prompts, max_model_len, overrides, of_shape)
             if shape is not None:
                 del subject.arguments[FIXED_KV_CACHE]  # the only engine takes what its requests in flight need
             setup = Setup(
@@ -111,7 +109,7 @@ def tune(
                 started, rows, failed = _run(setup, k, levels, traffic, rounds, track)
     report = TuneReport(
         title=subject.title,
-        versions=arguments.versions(),
+        versions=versions(),
         started=started,
         error=failed,
         speculative=_speculative(setup, family, draft=None if shape else subject.draft),
@@ -151,7 +149,7 @@ def _overrides(text: str, levels: Sequence[int]) -> dict[str, Any]:
     return overrides
 
 
-def _speculative(setup: Setup, family: arguments.Family | None, draft: str | None) -> dict[str, Any]:
+def _speculative(setup: Setup, family: arguments.FamilyName | None, draft: str | None) -> dict[str, Any]:
     """The speculative configuration of a server with these models, without its numbers of draft tokens."""
     given: dict[str, Any] = setup.overrides.get("speculative_config", {})
     method = METHOD if family is None else f"{METHOD}:{family.value}"

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from vllm_eagle_mrv2.cli.bench.shapes import Shape
-from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.common.errors import CommandError
+from vllm_eagle_mrv2.cli.common.shapes import Shape
 
 ACCEPTANCE = (0.75, 0.55, 0.40, 0.30, 0.22, 0.16, 0.12)
 """Share of random drafts that are accepted up to each position."""
