@@ -35,6 +35,8 @@ from vllm_eagle_mrv2.config.heads import detect_family
 
 from .commands import CPU, H200, comparison, live, shown
 
+pytestmark = pytest.mark.any_release
+
 
 def taken(**changed: Any) -> Round:
     """Two requests of four tokens in two iterations of 10 ms; of four drafts all are accepted once, half twice."""

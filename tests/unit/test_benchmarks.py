@@ -21,6 +21,8 @@ from vllm_eagle_mrv2.cli.common.load.types import Level, LoadRound
 
 from .commands import comparison
 
+pytestmark = pytest.mark.any_release
+
 
 def machine_with(
     tmp_path: Path, python: str, *jobs: str, what: str = "times", **environment: str
