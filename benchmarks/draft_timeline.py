@@ -46,9 +46,9 @@ from unittest import mock
 from ab_time import arrive, turn
 
 from vllm_eagle_mrv2.cli.bench.measurement import WORKER
+from vllm_eagle_mrv2.cli.common.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.common.engine_process import environment
 from vllm_eagle_mrv2.cli.common.engines import MAX_NUM_SEQS, Setup
-from vllm_eagle_mrv2.cli.common.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, random_prompts
 from vllm_eagle_mrv2.cli.common.shapes import Shape, token_prompts
 from vllm_eagle_mrv2.cli.common.subject import shape_subject

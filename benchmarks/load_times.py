@@ -34,9 +34,9 @@ from draft_lengths import ACCEPTED
 
 from vllm_eagle_mrv2.cli.bench_load.measurement import measure
 from vllm_eagle_mrv2.cli.bench_load.types import LoadRow
+from vllm_eagle_mrv2.cli.common.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.common.engines import Method
 from vllm_eagle_mrv2.cli.common.errors import CommandError
-from vllm_eagle_mrv2.cli.common.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, WORKER, Traffic, random_prompts
 from vllm_eagle_mrv2.cli.common.load.types import Level
 from vllm_eagle_mrv2.cli.common.shapes import Shape

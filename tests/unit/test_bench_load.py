@@ -26,10 +26,10 @@ from vllm_eagle_mrv2.cli.bench_load.measurement import measure
 from vllm_eagle_mrv2.cli.bench_load.report import LoadReport
 from vllm_eagle_mrv2.cli.bench_load.types import Gain, LoadRow
 from vllm_eagle_mrv2.cli.common import draft_counters, engines
+from vllm_eagle_mrv2.cli.common.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.common.engines import Comparison, Engines
 from vllm_eagle_mrv2.cli.common.errors import CommandError
 from vllm_eagle_mrv2.cli.common.load import worker
-from vllm_eagle_mrv2.cli.common.load.arguments import ACCEPTANCE
 from vllm_eagle_mrv2.cli.common.load.balance import (
     Seen,
     Served,

@@ -25,15 +25,6 @@ from vllm_eagle_mrv2.cli.common import arguments
 from vllm_eagle_mrv2.cli.common.engines import MAX_NUM_SEQS, Comparison, Engines
 from vllm_eagle_mrv2.cli.common.errors import reported
 from vllm_eagle_mrv2.cli.common.installed import require_vllm, versions
-from vllm_eagle_mrv2.cli.common.load.arguments import (
-    Acceptance,
-    OutputTokens,
-    PromptTokens,
-    Temperature,
-    TopP,
-    check_range,
-    shares_of,
-)
 from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, WORKER, Traffic, random_prompts
 from vllm_eagle_mrv2.cli.common.load.types import Level
 from vllm_eagle_mrv2.cli.common.progress import Track, progress
@@ -62,11 +53,11 @@ def bench_load(
         int | None,
         typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4; 30 s at a rate)."),
     ] = None,
-    prompt_tokens: PromptTokens = USUAL_PROMPTS,
-    output_tokens: OutputTokens = (64, 256),
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    acceptance: Acceptance = None,
+    prompt_tokens: arguments.PromptTokens = USUAL_PROMPTS,
+    output_tokens: arguments.OutputTokens = (64, 256),
+    temperature: arguments.Temperature = 0.0,
+    top_p: arguments.TopP = 1.0,
+    acceptance: arguments.Acceptance = None,
     option: arguments.MethodOptions = "{}",
     engine: arguments.EngineArguments = "{}",
     control: Annotated[
@@ -89,9 +80,9 @@ def bench_load(
     with reported(errors, as_json=json_output == "-"):
         require_vllm()
         arguments.check_outputs(json_output, plot)
-        shares = shares_of(acceptance, shape, max(k))
-        check_range("--prompt-tokens", *prompt_tokens)
-        check_range("--output-tokens", *output_tokens)
+        shares = arguments.shares_of(acceptance, shape, max(k))
+        arguments.check_range("--prompt-tokens", *prompt_tokens)
+        arguments.check_range("--output-tokens", *output_tokens)
         levels = [Level(concurrency=one) for one in concurrency or ([] if rate else [8])]
         levels += [Level(rate=one) for one in rate or []]
         traffic = Traffic(output_tokens, temperature, top_p, requests)

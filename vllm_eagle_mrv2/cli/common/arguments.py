@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +17,9 @@ from vllm_eagle_mrv2.cli.common.errors import CommandError
 from vllm_eagle_mrv2.cli.common.shapes import Shape
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY, parse_options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+
+ACCEPTANCE = (0.75, 0.55, 0.40, 0.30, 0.22, 0.16, 0.12)
+"""Share of random drafts that are accepted up to each position."""
 
 
 class FamilyName(str, Enum):
@@ -49,6 +54,22 @@ JsonOutput = Annotated[
 ]
 Plot = Annotated[Path | None, typer.Option(dir_okay=False, help="Draw them; needs matplotlib.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's log on stderr.")]
+
+# Of requests under load:
+PromptTokens = Annotated[tuple[int, int], typer.Option(help="Length of random prompts, from and to.")]
+OutputTokens = Annotated[tuple[int, int], typer.Option(help="Tokens to generate, from and to.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 samples greedily.")]
+TopP = Annotated[float, typer.Option(min=0.01, max=1.0)]
+Acceptance = Annotated[
+    list[float] | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        metavar="SHARE",
+        help="Have drafts accepted at random, this share up to each position: .7 .5 .4 (default: "
+        "for --shape one that falls from .75, else the model's own).",
+    ),
+]
 
 
 def check_outputs(json_output: str | None, plot: Path | None) -> None:
@@ -93,3 +114,23 @@ def method_options(text: str, disable: list[str]) -> dict[str, Any]:
     except EagleMRV2Error as error:
         raise CommandError(str(error), 2) from None
     return options
+
+
+def shares_of(acceptance: Sequence[float] | None, shape: Shape | None, k: int) -> Sequence[float]:
+    """The share of drafts to accept at random up to each position, at least ``k`` of them; none for the model's own.
+
+    Raises:
+        CommandError: there are too few shares, or one is larger than the one before it.
+    """
+    shares = acceptance or (ACCEPTANCE if shape is not None else ())
+    if shares and len(shares) < k:
+        raise CommandError(f"-k {k} needs --acceptance with as many shares, not {len(shares)}.", 2)
+    if any(after > before for before, after in pairwise(shares)):
+        raise CommandError("--acceptance: no share may be larger than the one before it.", 2)
+    return shares
+
+
+def check_range(option: str, fewest: int, most: int) -> None:
+    """Raise `CommandError` if an option's two numbers are no range."""
+    if not 1 <= fewest <= most:
+        raise CommandError(f"{option} {fewest} {most}: give the smaller number first, and at least 1.", 2)

@@ -23,15 +23,6 @@ from vllm_eagle_mrv2.cli.common import arguments
 from vllm_eagle_mrv2.cli.common.engines import MAX_NUM_SEQS, Engines, Setup
 from vllm_eagle_mrv2.cli.common.errors import CommandError, reported
 from vllm_eagle_mrv2.cli.common.installed import require_vllm, versions
-from vllm_eagle_mrv2.cli.common.load.arguments import (
-    Acceptance,
-    OutputTokens,
-    PromptTokens,
-    Temperature,
-    TopP,
-    check_range,
-    shares_of,
-)
 from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, WORKER, Traffic, random_prompts
 from vllm_eagle_mrv2.cli.common.progress import Track, progress
 from vllm_eagle_mrv2.cli.common.subject import FIXED_KV_CACHE, ShapeRequests, subject_of
@@ -62,11 +53,11 @@ def tune(
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4).")
     ] = None,
-    prompt_tokens: PromptTokens = USUAL_PROMPTS,
-    output_tokens: OutputTokens = (64, 256),
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    acceptance: Acceptance = None,
+    prompt_tokens: arguments.PromptTokens = USUAL_PROMPTS,
+    output_tokens: arguments.OutputTokens = (64, 256),
+    temperature: arguments.Temperature = 0.0,
+    top_p: arguments.TopP = 1.0,
+    acceptance: arguments.Acceptance = None,
     option: arguments.MethodOptions = "{}",
     engine: arguments.EngineArguments = "{}",
     prompts: arguments.Prompts = None,
@@ -85,9 +76,9 @@ def tune(
         require_vllm()
         arguments.check_outputs(json_output, plot)
         levels = sorted(set(concurrency or []))
-        shares = shares_of(acceptance, shape, k)
-        check_range("--prompt-tokens", *prompt_tokens)
-        check_range("--output-tokens", *output_tokens)
+        shares = arguments.shares_of(acceptance, shape, k)
+        arguments.check_range("--prompt-tokens", *prompt_tokens)
+        arguments.check_range("--output-tokens", *output_tokens)
         overrides = _overrides(engine, levels)
         with tempfile.TemporaryDirectory() as folder:
             of_shape = ShapeRequests(random_prompts(prompt_tokens))
