@@ -25,13 +25,51 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_eagle_mrv2.cli.bench.engines import Comparison, shape_subject
-from vllm_eagle_mrv2.cli.bench.shapes import PROMPT_TOKENS, VOCABULARY, Shape, token_prompts
+from vllm_eagle_mrv2.cli.bench.measurement import WORKER, measure
 from vllm_eagle_mrv2.cli.bench.types import Row
-from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.common.engines import Comparison, Method
+from vllm_eagle_mrv2.cli.common.errors import CommandError
+from vllm_eagle_mrv2.cli.common.shapes import PROMPT_TOKENS, VOCABULARY, Shape, token_prompts
+from vllm_eagle_mrv2.cli.common.subject import ahead_of_path, shape_subject
+from vllm_eagle_mrv2.cli.common.types import Job
+from vllm_eagle_mrv2.config.families import METHOD
+
+
+@dataclass(frozen=True)
+class Versions(Comparison):
+    """A comparison with another version of this package, or with stock's speculator set up otherwise."""
+
+    before: Path | None = None
+    """Folder of the other version, whose ``eagle_mrv2`` is the one to compare with."""
+    stock_speculative: dict[str, Any] = field(default_factory=dict)
+    """What to add to the speculative configuration of the stock speculator."""
+
+    @property
+    def sides(self) -> tuple[tuple[str, Method], tuple[str, Method]]:
+        """Name and method of the engine to compare against, and of ours."""
+        if self.before is None:
+            return super().sides
+        (_, reduced), _ = replace(self, against_ours=True, before=None).sides
+        return (f"{METHOD} of {self.before.name}", reduced), (METHOD, (self.ours, self.options))
+
+    def jobs(self, k: int) -> dict[str, Job]:
+        """The jobs of the engines, by their names."""
+        return {name: self._with_stocks_own(job) for name, job in super().jobs(k).items()}
+
+    def _with_stocks_own(self, job: Job) -> Job:
+        if job.speculative_config is None or job.method == self.ours:
+            return job
+        return job.model_copy(update={"speculative_config": job.speculative_config | self.stock_speculative})
+
+    def _environment(self, name: str, method: str | None) -> dict[str, str]:
+        variables = super()._environment(name, method)
+        if name != METHOD and self.before is not None:
+            variables["PYTHONPATH"] = ahead_of_path(variables, str(self.before.resolve()))
+        return variables
 
 
 def line_of(row: Row, options: argparse.Namespace, version: str) -> dict[str, Any] | None:
@@ -113,8 +151,9 @@ def main() -> int:
         most = max(options.batch)
         tokens = most * (PROMPT_TOKENS + options.tokens)
         subject = shape_subject(Path(folder), options.shape, options.family, token_prompts(most), tokens)
-        comparison = Comparison(
+        comparison = Versions(
             subject=subject,
+            worker=WORKER,
             against_ours=bool(options.disable),
             before=options.before,
             options=draft_options(Path(folder), options.option, options.draft_vocab),
@@ -126,7 +165,7 @@ def main() -> int:
         try:
             with comparison.engines(options.steps) as pair, turn(options.together):
                 for batch in options.batch:
-                    row = pair.compare(batch, options.rounds, options.tokens)
+                    row = measure(pair, batch, options.rounds, options.tokens)
                     line = line_of(row, options, pair.started.vllm_version)
                     if line:
                         print(json.dumps(line), flush=True)

@@ -1,6 +1,6 @@
 """An engine under a load that changes, in its own process: the worker of benchmarks/draft_lengths.py.
 
-It also takes the jobs of ``vllm_eagle_mrv2.cli.load.worker``.
+It also takes the jobs of ``vllm_eagle_mrv2.cli.common.load.worker``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import BaseModel, RootModel
 
-from vllm_eagle_mrv2.cli.bench.worker import Worker
-from vllm_eagle_mrv2.cli.engine_process import serve
-from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, Traffic
-from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, Request
-from vllm_eagle_mrv2.cli.load.worker import Counted, LoadEngine, read_round
+from vllm_eagle_mrv2.cli.common.engine_process import serve
+from vllm_eagle_mrv2.cli.common.load.traffic import SETTLES_S, Traffic
+from vllm_eagle_mrv2.cli.common.load.types import Level, Load, LoadRound, Request
+from vllm_eagle_mrv2.cli.common.load.worker import Counted, LoadEngine, read_round
+from vllm_eagle_mrv2.cli.common.worker import Worker
 from vllm_eagle_mrv2.telemetry.counters import hold, read_counts
 
 BIN_S = 0.5

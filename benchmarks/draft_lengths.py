@@ -26,12 +26,13 @@ from typing import Any
 import changing_load
 from changing_load import Changes, Courses, Phase
 
-from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Engines, Setup, shape_subject
-from vllm_eagle_mrv2.cli.bench.shapes import Shape
-from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.balance import of_one_engine
-from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
-from vllm_eagle_mrv2.cli.load.types import throughput
+from vllm_eagle_mrv2.cli.common.engines import Engines, Setup
+from vllm_eagle_mrv2.cli.common.errors import CommandError
+from vllm_eagle_mrv2.cli.common.load.balance import of_one_engine
+from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
+from vllm_eagle_mrv2.cli.common.load.types import throughput
+from vllm_eagle_mrv2.cli.common.shapes import Shape
+from vllm_eagle_mrv2.cli.common.subject import FIXED_KV_CACHE, shape_subject
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
@@ -71,7 +72,7 @@ def ask(engines: Engines, phases: list[Phase], setting: Setting = AUTO, **furthe
     Args:
         further: fields of `Changes`.
     """
-    (process,) = engines.processes
+    (process,) = engines.processes.values()
     job = Changes(phases=phases, draft_length=None if setting == AUTO else setting, **further)
     return Courses.model_validate(process.ask(job))
 

@@ -45,11 +45,13 @@ from unittest import mock
 
 from ab_time import arrive, turn
 
-from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, shape_subject
-from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
-from vllm_eagle_mrv2.cli.engine_process import environment
-from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
-from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, random_prompts
+from vllm_eagle_mrv2.cli.bench.measurement import WORKER
+from vllm_eagle_mrv2.cli.common.arguments import ACCEPTANCE
+from vllm_eagle_mrv2.cli.common.engine_process import environment
+from vllm_eagle_mrv2.cli.common.engines import MAX_NUM_SEQS, Setup
+from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, random_prompts
+from vllm_eagle_mrv2.cli.common.shapes import Shape, token_prompts
+from vllm_eagle_mrv2.cli.common.subject import shape_subject
 from vllm_eagle_mrv2.config.families import METHOD
 
 MARKER = "spin_kernel"
@@ -270,14 +272,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         tokens = sum(len(prompt) + options.tokens for prompt in prompts[: options.batch])
         subject = shape_subject(Path(folder), options.shape, options.family, prompts, tokens)
         sys.path[:0] = subject.plugins.values()
-        comparison = Comparison(
+        setup = Setup(
             subject=subject,
+            worker=WORKER,
             overrides=options.engine,
             max_num_seqs=options.batch if options.mixed else MAX_NUM_SEQS,
             acceptance=ACCEPTANCE if options.mixed else (),
         )
         disabled = {"disable": options.disable} if options.disable else {}
-        job = comparison.job(options.steps, method, options.option | disabled)
+        job = setup.job(options.steps, method, options.option | disabled)
         began = time.perf_counter()
         llm = vllm.LLM(
             **{"model": job.model, "speculative_config": job.speculative_config, **job.arguments, **job.overrides}

@@ -29,17 +29,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ab_time import arrive, turn
+from ab_time import Versions, arrive, turn
 from draft_lengths import ACCEPTED
 
-from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, Comparison, Subject, shape_subject
-from vllm_eagle_mrv2.cli.bench.shapes import Shape
-from vllm_eagle_mrv2.cli.bench.types import Job
-from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
-from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, measure, random_prompts
-from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
+from vllm_eagle_mrv2.cli.bench_load.measurement import measure
+from vllm_eagle_mrv2.cli.bench_load.types import LoadRow
+from vllm_eagle_mrv2.cli.common.arguments import ACCEPTANCE
+from vllm_eagle_mrv2.cli.common.engines import Method
+from vllm_eagle_mrv2.cli.common.errors import CommandError
+from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, WORKER, Traffic, random_prompts
+from vllm_eagle_mrv2.cli.common.load.types import Level
+from vllm_eagle_mrv2.cli.common.shapes import Shape
+from vllm_eagle_mrv2.cli.common.subject import FIXED_KV_CACHE, Subject, shape_subject
+from vllm_eagle_mrv2.cli.common.types import Job
 from vllm_eagle_mrv2.config.families import METHOD
 
 PAIR = "smollm2"
@@ -74,7 +76,7 @@ def places_of(kind: str, subject: Subject) -> range:
 
 
 @dataclass(frozen=True)
-class Variants(Comparison):
+class Variants(Versions):
     """A comparison with several engines of eagle_mrv2."""
 
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -83,19 +85,19 @@ class Variants(Comparison):
     """``num_speculative_tokens`` of eagle_mrv2, where it is not that of stock."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the engines."""
-        return (*super().names, *self.variants)
+    def methods(self) -> dict[str, Method]:
+        """The methods of the engines, by their names."""
+        further: dict[str, Method] = {name: (self.ours, self.options | more) for name, more in self.variants.items()}
+        return {**super().methods, **further}
 
-    def jobs(self, k: int) -> tuple[Job, ...]:
-        """The jobs of the engines."""
-        ours, most = f"{METHOD}:{self.subject.family}", self.most or k
-        further = [self.job(most, ours, self.options | more) for more in self.variants.values()]
-        against, *rest = super().jobs(most)
+    def jobs(self, k: int) -> dict[str, Job]:
+        """The jobs of the engines, by their names."""
+        most = self.most or k
+        jobs = super().jobs(most)
         if k != most:
-            stocks = self.job(k, self.subject.family, {}, self.stock_speculative)
-            against = stocks if k else against.model_copy(update={"speculative_config": None})
-        return (against, *rest, *further)
+            none = jobs["stock"].model_copy(update={"speculative_config": None})
+            jobs["stock"] = super().jobs(k)["stock"] if k else none
+        return jobs
 
 
 def lines_of(row: LoadRow, kind: str, options: argparse.Namespace, version: str) -> Iterator[dict[str, Any]]:

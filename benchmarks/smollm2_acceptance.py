@@ -17,7 +17,7 @@ from typing import Any
 
 from smollm2_prompts import KINDS, Kind, prompts
 
-from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
+from vllm_eagle_mrv2.cli.common.draft_counters import counted_since, read_counters
 
 SETTINGS: dict[str, dict[str, Any]] = {"head alone": {}, "lookup_drafts": {"lookup_drafts": True}}
 Texts = list[list[int]]

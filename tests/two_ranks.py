@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from support import Acceptance, engine, engine_arguments, greedy, same_runner
 
-from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
+from vllm_eagle_mrv2.cli.common.draft_counters import counted_since, read_counters
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 VOCAB = 2048  # of the demo pair

@@ -10,9 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.bench.engines import Engines
+from vllm_eagle_mrv2.cli.bench import command
+from vllm_eagle_mrv2.cli.bench.measurement import measure
 from vllm_eagle_mrv2.cli.bench.types import Batch, Row
-from vllm_eagle_mrv2.cli.engine_process import EngineProcess
+from vllm_eagle_mrv2.cli.common.engine_process import EngineProcess
+from vllm_eagle_mrv2.cli.common.engines import Engines
+from vllm_eagle_mrv2.config.families import METHOD
 
 pytestmark = pytest.mark.engine
 
@@ -34,16 +37,15 @@ class AsksForLess:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
     """One run of the command, and its JSON; in the batch of UNEQUAL ours generates less."""
     file = tmp_path_factory.mktemp("bench") / "bench.json"
-    compare = Engines.compare
 
-    def unequal(self: Engines, batch: int, *arguments: Any) -> Row:
+    def unequal(pair: Engines, batch: int, *arguments: Any) -> Row:
         if batch == UNEQUAL:
-            less: Any = AsksForLess(self.processes[1])
-            self = replace(self, processes=(self.processes[0], less))
-        return compare(self, batch, *arguments)
+            less: Any = AsksForLess(pair.processes[METHOD])
+            pair = replace(pair, processes={**pair.processes, METHOD: less})
+        return measure(pair, batch, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engines, "compare", unequal)
+        patch.setattr(command, "measure", unequal)
         arguments = ["-k", K, "--batch", EQUAL, UNEQUAL, "--rounds", ROUNDS, "--tokens", TOKENS, "--json", file]
         result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
     return result, json.loads(file.read_text())

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.load.types import FIGURES
+from vllm_eagle_mrv2.cli.bench_load.types import FIGURES
 
 pytestmark = pytest.mark.engine
 

@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 from scripts import BENCHMARKS, script
 
-from vllm_eagle_mrv2.cli.bench.engines import Engines, Setup, Subject
-from vllm_eagle_mrv2.cli.demo.pair import PAIR, load_prompts
+from vllm_eagle_mrv2.cli.common.engines import Engines, Setup
+from vllm_eagle_mrv2.cli.common.pair import PAIR, load_prompts
+from vllm_eagle_mrv2.cli.common.subject import Subject
 
 pytestmark = pytest.mark.engine
 

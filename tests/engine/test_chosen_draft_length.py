@@ -26,7 +26,6 @@ from vllm_eagle_mrv2.telemetry import counters
 from .test_behaviours import check_follows_the_target, sampled_and_ranks
 from .test_dynamic_draft_length import (  # noqa: F401
     asynchronous_on_a_cpu,
-    plain,
     recorded_drafts,
     recorded_verifications,
     schedule,
@@ -42,7 +41,7 @@ ORDERS = pytest.mark.parametrize("async_scheduling", [True, False], ids=["asynch
 
 @pytest.mark.smoke
 @ORDERS
-def test_output_does_not_depend_on_it(async_scheduling: bool, plain: list[list[int]]) -> None:  # noqa: F811
+def test_output_does_not_depend_on_it(async_scheduling: bool, plain: list[list[int]]) -> None:
     with (
         engine("eagle_mrv2", k=K, options=AUTO, async_scheduling=async_scheduling) as llm,
         chosen_draft_lengths(random_draft_lengths(K)) as taken,
@@ -57,7 +56,7 @@ def test_output_does_not_depend_on_it(async_scheduling: bool, plain: list[list[i
         assert all(passes == max(length, 1) for _, length, passes in drafts)
 
 
-def test_drafts_are_as_good_after_iterations_without(plain: list[list[int]]) -> None:  # noqa: F811
+def test_drafts_are_as_good_after_iterations_without(plain: list[list[int]]) -> None:
     """An iteration that drafts nothing keeps the draft's keys and values."""
     lengths = {}
     for name, options, numbers in (
@@ -91,7 +90,7 @@ ABORTS: tuple[dict[int, set[int]], ...] = ({3: {1}, 5: {3, 6}, 11: {4}}, {5: set
 
 
 @ORDERS
-def test_aborted_requests(async_scheduling: bool, plain: list[list[int]]) -> None:  # noqa: F811
+def test_aborted_requests(async_scheduling: bool, plain: list[list[int]]) -> None:
     """The others go on, and new ones take the rows and blocks."""
     arguments: dict[str, Any] = {"async_scheduling": async_scheduling, "max_num_seqs": 4}
     with (
@@ -211,7 +210,7 @@ def test_other_numbers_are_tried() -> None:
         assert slots[counters.EAGER] < 10**9
 
 
-def test_a_schedule_of_the_users_own_rules(plain: list[list[int]]) -> None:  # noqa: F811
+def test_a_schedule_of_the_users_own_rules(plain: list[list[int]]) -> None:
     with recorded_log() as log, engine("eagle_mrv2", k=K, options=AUTO, speculative=schedule(2, 2)) as llm:
         assert greedy(llm, PROMPTS, TOKENS) == plain
     assert any("does not choose the number of draft tokens, as num_speculative_tokens_per" in line for line in log)

@@ -42,12 +42,6 @@ def asynchronous_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    with engine(None) as llm:
-        return greedy(llm, PROMPTS, TOKENS)
-
-
 @contextmanager
 def recorded_drafts(llm: Any) -> Iterator[list[tuple[int, int, int]]]:
     """Of every draft phase: its requests, the tokens to draft for each, and the forward passes that it took."""

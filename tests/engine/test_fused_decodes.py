@@ -67,12 +67,6 @@ def complete_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    with engine(None) as llm:
-        return greedy(llm, PROMPTS, TOKENS)
-
-
-@pytest.fixture(scope="module")
 def by_steps() -> list[float]:
     """Acceptance by position where the host builds the metadata of every step."""
     with engine("eagle_mrv2", k=K) as llm:

@@ -19,13 +19,6 @@ FEW = 24
 Texts = list[list[int]]
 
 
-@pytest.fixture(scope="module")
-def plain() -> Texts:
-    """Greedy continuations of `PROMPTS` without speculation."""
-    with engine(None) as llm:
-        return greedy(llm, PROMPTS, TOKENS)
-
-
 @contextmanager
 def drafting(head: Path | None, expected: Texts) -> Iterator[tuple[Any, list[list[int]], Acceptance]]:
     """An engine with an EAGLE-3 head, the demo pair's own where none is given, that has written what is expected; what

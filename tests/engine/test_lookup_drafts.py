@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lookups import check
-from support import chosen_draft_lengths, engine, greedy, held_out_prompts, random_draft_lengths
+from support import chosen_draft_lengths, engine, held_out_prompts, random_draft_lengths
 
 from vllm_eagle_mrv2.drafting import loop
 
@@ -17,12 +17,6 @@ K = 5
 TOKENS = 90
 ON = {"lookup_drafts": True}
 PROMPTS = held_out_prompts(5)
-
-
-@pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    with engine(None) as llm:
-        return greedy(llm, PROMPTS, TOKENS)
 
 
 @pytest.mark.parametrize("family", [pytest.param("eagle", marks=pytest.mark.smoke), "eagle3"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mtp_model import mtp_engine, our_mtp_speculator, write_mtp_model
+from mtp_model import mtp_engine, our_mtp_speculator
 from support import Acceptance, greedy, held_out_prompts, speculator_of
 
 from vllm_eagle_mrv2.config.heads import detect_family
@@ -16,14 +16,9 @@ TOKENS = 16
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mtp_model(tmp_path_factory.mktemp("mimo") / "target")
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path) -> list[list[int]]:
+def plain(mtp_target: Path) -> list[list[int]]:
     """Greedy continuations of `PROMPTS` without speculation."""
-    with mtp_engine(model, None) as llm:
+    with mtp_engine(mtp_target, None) as llm:
         return greedy(llm, PROMPTS, TOKENS)
 
 
@@ -31,20 +26,20 @@ def speculative(method: str, k: int, model: Path | None) -> dict[str, Any]:
     return {"method": method, "num_speculative_tokens": k, **({} if model is None else {"model": str(model)})}
 
 
-def test_the_family_is_read_from_the_checkpoint(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert detect_family(None, str(model)) == "mtp"
-    assert detect_family(str(model), str(model)) == "mtp"
-    monkeypatch.chdir(model.parent)
-    assert detect_family(f"./{model.name}/", str(model)) == "mtp"
+def test_the_family_is_read_from_the_checkpoint(mtp_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert detect_family(None, str(mtp_target)) == "mtp"
+    assert detect_family(str(mtp_target), str(mtp_target)) == "mtp"
+    monkeypatch.chdir(mtp_target.parent)
+    assert detect_family(f"./{mtp_target.name}/", str(mtp_target)) == "mtp"
     # The MTP layer of another copy of the model, of one that is quantized otherwise for instance.
-    assert detect_family(str(model), "another/target") == "mtp"
+    assert detect_family(str(mtp_target), "another/target") == "mtp"
 
 
 @pytest.mark.parametrize(("k", "least"), [(1, 1.5), (3, 1.8)])
-def test_what_stock_drafts(k: int, least: float, model: Path, plain: list[list[int]]) -> None:
+def test_what_stock_drafts(k: int, least: float, mtp_target: Path, plain: list[list[int]]) -> None:
     measured = {}
     for method in ("mtp", "eagle_mrv2"):
-        with mtp_engine(model, speculative(method, k, model)) as llm:
+        with mtp_engine(mtp_target, speculative(method, k, mtp_target)) as llm:
             if method == "eagle_mrv2":
                 our_mtp_speculator(llm)
             else:
@@ -60,18 +55,18 @@ def test_what_stock_drafts(k: int, least: float, model: Path, plain: list[list[i
     assert all(0.1 < share < 0.95 for share in by_position)
 
 
-def test_without_a_draft_model_and_with_chunked_prefills(model: Path, plain: list[list[int]]) -> None:
+def test_without_a_draft_model_and_with_chunked_prefills(mtp_target: Path, plain: list[list[int]]) -> None:
     # Prompts are longer than a step's token budget: prefills in chunks, beside requests that decode.
     limits = {"max_num_batched_tokens": 24, "max_num_seqs": 3}
-    with mtp_engine(model, speculative("eagle_mrv2", 3, None), **limits) as llm:
+    with mtp_engine(mtp_target, speculative("eagle_mrv2", 3, None), **limits) as llm:
         our_mtp_speculator(llm)
         acceptance = Acceptance(llm)
         assert greedy(llm, PROMPTS, TOKENS) == plain
         assert acceptance.length > 1.8
 
 
-def test_the_family_can_be_forced(model: Path, plain: list[list[int]]) -> None:
-    with mtp_engine(model, speculative("eagle_mrv2:mtp", 2, model)) as llm:
+def test_the_family_can_be_forced(mtp_target: Path, plain: list[list[int]]) -> None:
+    with mtp_engine(mtp_target, speculative("eagle_mrv2:mtp", 2, mtp_target)) as llm:
         our_mtp_speculator(llm)
         acceptance = Acceptance(llm)
         assert greedy(llm, PROMPTS[:3], TOKENS) == plain[:3]

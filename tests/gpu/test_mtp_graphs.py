@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mtp_model import mtp_engine, our_mtp_speculator, write_mtp_model
+from mtp_model import mtp_engine, our_mtp_speculator
 from support import Acceptance, greedy, held_out_prompts, speculator_of
 
 from .test_graphs import SIZES, STOCK_SIZES, TOKENS, counted_replays
@@ -15,24 +15,19 @@ from .test_graphs import SIZES, STOCK_SIZES, TOKENS, counted_replays
 HALF = {"dtype": "float16"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mtp_model(tmp_path_factory.mktemp("mimo") / "target")
-
-
 @pytest.mark.parametrize(("k", "least"), [(1, 1.4), (3, 1.8)])
 def test_replayed_mtp_graphs_draft_what_stock_drafts(
-    k: int, least: float, model: Path, record_property: Callable[[str, object], None]
+    k: int, least: float, mtp_target: Path, record_property: Callable[[str, object], None]
 ) -> None:
     prompts = held_out_prompts(8)
-    speculative = {"model": str(model), "num_speculative_tokens": k}
-    with mtp_engine(model, {"method": "mtp", **speculative}, **HALF, compilation_config=STOCK_SIZES) as llm:
+    speculative = {"model": str(mtp_target), "num_speculative_tokens": k}
+    with mtp_engine(mtp_target, {"method": "mtp", **speculative}, **HALF, compilation_config=STOCK_SIZES) as llm:
         assert type(speculator_of(llm)).__module__.startswith("vllm.")
         expected = [greedy(llm, prompts[:n], TOKENS) for n in (1, 3, 8)]
         acceptance = Acceptance(llm)
         greedy(llm, prompts, TOKENS)
         stock = acceptance.length
-    with mtp_engine(model, {"method": "eagle_mrv2", **speculative}, **HALF, compilation_config=SIZES) as llm:
+    with mtp_engine(mtp_target, {"method": "eagle_mrv2", **speculative}, **HALF, compilation_config=SIZES) as llm:
         with counted_replays(our_mtp_speculator(llm)) as replays:
             actual = [greedy(llm, prompts[:n], TOKENS) for n in (1, 3, 8)]
         assert actual == expected

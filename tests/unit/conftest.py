@@ -14,41 +14,6 @@ if TYPE_CHECKING:
 
     import torch
 
-ANY_RELEASE = {
-    "test_bench_command",
-    "test_benchmarks",
-    "test_compile",
-    "test_compile_ahead",
-    "test_constraints",
-    "test_env_script",
-    "test_few_rows_product",
-    "test_filter_logits",
-    "test_greedy",
-    "test_kernels",
-    "test_layers",
-    "test_loop",
-    "test_options",
-    "test_queue",
-    "test_rank_vocab",
-    "test_readme",
-    "test_row_product",
-    "test_single_token_attention",
-    "test_surface",
-    "test_vocab_ranking",
-}
-"""Modules that look at nothing of the installed vLLM: ci/matrix.sh leaves them to the newest release."""
-SLOW = {"test_compile", "test_kernels", "test_linear", "test_sampling", "test_single_token_attention"}
-"""Modules of half a minute or more, most of it in Triton's interpreter."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is the same on any release, and what is slow."""
-    for item in items:
-        if item.path.parent.name == "unit" and item.path.stem in ANY_RELEASE:
-            item.add_marker(pytest.mark.any_release)
-        if item.path.parent.name == "unit" and item.path.stem in SLOW:
-            item.add_marker(pytest.mark.slow)
-
 
 @wrapt.when_imported("vllm.transformers_utils.repo_utils")
 def retry_at_once(module: ModuleType) -> None:
@@ -64,6 +29,17 @@ def environment_kept() -> Iterator[None]:
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measuring command must not get as far as its engines."""
+    from vllm_eagle_mrv2.cli.common.engines import Setup
+
+    def refuse(self: Setup, k: int) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(Setup, "engines", refuse)
 
 
 @pytest.fixture(scope="module")

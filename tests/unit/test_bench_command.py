@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
 import json
 import os
 from collections.abc import Iterator
@@ -16,22 +15,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.bench import arguments, engines, worker
-from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject, shape_subject
+from vllm_eagle_mrv2.cli.bench import worker
+from vllm_eagle_mrv2.cli.bench.measurement import measure
 from vllm_eagle_mrv2.cli.bench.report import BenchReport
-from vllm_eagle_mrv2.cli.bench.shapes import Shape, token_prompts
-from vllm_eagle_mrv2.cli.bench.types import Round, Row, Started
-from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.list_options import expand
+from vllm_eagle_mrv2.cli.bench.types import Round, Row
+from vllm_eagle_mrv2.cli.common import arguments, subject
+from vllm_eagle_mrv2.cli.common.engines import Comparison, Engines
+from vllm_eagle_mrv2.cli.common.errors import CommandError
+from vllm_eagle_mrv2.cli.common.list_options import expand
+from vllm_eagle_mrv2.cli.common.shapes import Shape, token_prompts
+from vllm_eagle_mrv2.cli.common.subject import ShapeRequests, shape_subject
+from vllm_eagle_mrv2.cli.common.types import Started
+from vllm_eagle_mrv2.cli.common.worker import percentile
 from vllm_eagle_mrv2.config.checkpoints import Reader
 from vllm_eagle_mrv2.config.heads import detect_family
 
-H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
-CPU = Started(vllm_version="0.32.0", device="cpu", device_name="cpu")
+from .commands import CPU, H200, comparison, live, shown
+
+pytestmark = pytest.mark.any_release
 
 
 def taken(**changed: Any) -> Round:
@@ -81,14 +85,6 @@ def test_several_values_of_an_option(given: list[str]) -> None:
 def test_other_options_stay_as_they_are() -> None:
     for given in (["--engine", '{"a": 1, "b": 2}', "--json=a,b"], ["-k"], ["stray", "-k", "3"], []):
         assert expand(given, {"-k"}) == given
-
-
-@pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Comparison, k: int) -> None:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(Comparison, "engines", refuse)
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -148,7 +144,7 @@ def test_a_drawing_of_no_known_format_is_refused_first(tmp_path: Path) -> None:
 def test_prompts_of_a_file(text: str, expected: list[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(text.encode())
-    assert arguments.read_prompts(file) == expected
+    assert subject.read_prompts(file) == expected
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -170,11 +166,11 @@ def test_the_family_is_read_as_the_engine_reads_the_models(
         asked.extend(given)
         return "mtp"
 
-    monkeypatch.setattr(arguments, "detect_family", detect)
+    monkeypatch.setattr(subject, "detect_family", detect)
     overrides = {"trust_remote_code": True, "hf_token": "secret", "speculative_config": {"revision": "main"}}
-    nothing = arguments.ShapeRequests([])
-    subject = arguments.subject_of(tmp_path, "target", None, None, None, None, None, overrides, nothing)
-    assert subject.family == "mtp"
+    nothing = ShapeRequests([])
+    found = subject.subject_of(tmp_path, "target", None, None, None, None, None, overrides, nothing)
+    assert found.family == "mtp"
     assert asked == [None, "target", "main", Reader(trust_remote_code=True, hf_token="secret")]
     assert capsys.readouterr().out == "", "standard output may be the JSON's alone"
 
@@ -184,16 +180,11 @@ def test_prompts_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text(text)
     with pytest.raises(CommandError) as refused:
-        arguments.read_prompts(file)
+        subject.read_prompts(file)
     assert refused.value.exit_code == 2
 
 
 # Engines
-
-
-def comparison(**changed: Any) -> Comparison:
-    subject = Subject("a pair", "target", "head", "eagle3", ["text"], {"max_model_len": 512})
-    return Comparison(subject=subject, **changed)
 
 
 def test_what_the_engines_are_started_with() -> None:
@@ -212,26 +203,10 @@ def test_what_the_engines_are_started_with() -> None:
 
 
 def test_what_either_side_is_given() -> None:
-    stock, ours = comparison(options={"draft_quantization": "fp8"}, stock_speculative={"head": "fp8"}).jobs(5)
+    stock, ours = comparison(options={"draft_quantization": "fp8"}).jobs(5).values()
     assert [job.method for job in (stock, ours)] == ["eagle3", "eagle_mrv2:eagle3"]
-    assert [(job.speculative_config or {}).get("head") for job in (stock, ours)] == ["fp8", None]
     assert "additional_config" not in stock.overrides
     assert ours.overrides["additional_config"] == {"eagle_mrv2": {"draft_quantization": "fp8"}}
-    earlier, later = comparison(before=Path("0.1.0"), stock_speculative={"head": "fp8"}).jobs(5)
-    assert earlier == later
-    assert earlier.speculative_config == ours.speculative_config
-
-
-def test_an_earlier_version_is_imported_from_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths: list[str] = []
-    monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    monkeypatch.setattr(
-        engines, "EngineProcess", lambda module, name, variables, verbose: paths.append(variables["PYTHONPATH"])
-    )
-    compared = comparison(before=Path("installed/0.1.0"))
-    for name in compared.names:
-        compared._process(name, "eagle_mrv2:eagle3")
-    assert paths == [f"{Path('installed/0.1.0').resolve()}:elsewhere", "elsewhere"]
 
 
 def test_a_random_eagle3_head_keeps_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +229,9 @@ def test_a_random_eagle3_head_keeps_its_own_rows(tmp_path: Path, monkeypatch: py
 
 
 def test_names_of_the_sides() -> None:
-    assert comparison().names == ("stock", "eagle_mrv2")
-    assert comparison(disable=["a", "b"]).names == ("stock", "eagle_mrv2 without a, b")
-    assert comparison(disable=["a"], against_ours=True).names == ("eagle_mrv2 without a", "eagle_mrv2")
-    assert comparison(before=Path("installed/0.1.0")).names == ("eagle_mrv2 of 0.1.0", "eagle_mrv2")
+    assert list(comparison().methods) == ["stock", "eagle_mrv2"]
+    assert list(comparison(disable=["a", "b"]).methods) == ["stock", "eagle_mrv2 without a, b"]
+    assert list(comparison(disable=["a"], against_ours=True).methods) == ["eagle_mrv2 without a", "eagle_mrv2"]
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
@@ -278,22 +252,13 @@ def test_a_shape_has_room_for_its_requests_in_flight(tmp_path: Path) -> None:
         assert subject.arguments["kv_cache_memory_bytes"] == room
 
 
-class FakeProcess:
-    """Answers every batch with the same round, and notes that it was asked."""
-
-    def __init__(self, name: str, asked: list[str], answer: Round | None = None) -> None:
-        self._name, self._asked, self._answer = name, asked, answer or taken()
-
-    def ask(self, batch: Any) -> Any:
-        self._asked.append(f"{self._name} {batch.max_tokens}")
-        return self._answer.model_dump()
-
-
 def test_the_engines_take_turns() -> None:
-    asked: list[str] = []
-    pair = Engines(2, ("stock", "eagle_mrv2"), (FakeProcess("a", asked), FakeProcess("b", asked)), H200)  # type: ignore[arg-type]
-    measured = pair.compare(2, 3, 64)
-    assert asked == ["a 32", "b 32"] * 2 + ["b 64", "a 64", "a 64", "b 64", "b 64", "a 64"]
+    asked: list[tuple[str, Any]] = []
+    measured = measure(live(2, ("a", "b"), [taken(), taken()], asked), 2, 3, 64)
+    assert [f"{name} {job.max_tokens}" for name, job in asked] == [
+        *(["a 32", "b 32"] * 2),
+        *("b 64", "a 64", "a 64", "b 64", "b 64", "a 64"),
+    ]
     assert len(measured.against) == len(measured.eagle_mrv2) == 3
 
 
@@ -339,8 +304,8 @@ def test_whether_an_engine_chooses_its_draft_length(
     options: dict[str, Any], chooses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Comparison, "_process", lambda *_: StartedProcess())
-    with comparison(options=options).engines(3) as live:
-        assert live.chooses_length is chooses
+    with comparison(options=options).engines(3) as started:
+        assert started.chooses_length is chooses
 
 
 def fake_engines(monkeypatch: pytest.MonkeyPatch, ours: Round, fails_at: int | None = None) -> None:
@@ -348,7 +313,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch, ours: Round, fails_at: int | N
     def engines(self: Comparison, k: int) -> Iterator[Engines]:
         if k == fails_at:
             raise CommandError("the engine with stock failed: no memory", 1)
-        yield Engines(k, self.names, (FakeProcess("a", []), FakeProcess("b", [], ours)), H200)  # type: ignore[arg-type]
+        yield live(k, list(self.methods), [taken(), ours], [])
 
     monkeypatch.setattr(Comparison, "engines", engines)
 
@@ -397,9 +362,9 @@ def test_a_burst_counts_as_so_many_tokens() -> None:
 
 def test_percentiles_are_values_that_were_measured() -> None:
     values = [float(number) for number in range(100, 0, -1)]
-    assert (worker.percentile(values, 50), worker.percentile(values, 99)) == (50, 99)
-    assert worker.percentile([3.0], 99) == 3
-    assert worker.percentile([], 50) == 0
+    assert (percentile(values, 50), percentile(values, 99)) == (50, 99)
+    assert percentile([3.0], 99) == 3
+    assert percentile([], 50) == 0
 
 
 def test_steps_are_sorted_by_request() -> None:
@@ -462,16 +427,10 @@ def test_no_ratio_without_drafts() -> None:
 # What is shown
 
 
-def shown(one: BenchReport) -> str:
-    text = io.StringIO()
-    one.print_on(Console(file=text, width=200))
-    return text.getvalue()
-
-
 def test_the_table() -> None:
     good = row([taken(), taken()], [taken(seconds=0.016), taken(seconds=0.016)])
     refused = row([taken(), taken()], [taken(iterations=4), taken()], k=7)
-    lines = shown(report(good, refused)).splitlines()
+    lines = shown(report(good, refused))
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert cells == [
         ["2", "2", "stock", "10.000", "400.0", "2.000", "3.000", "4.00", "100% 50%", ""],
@@ -484,8 +443,8 @@ def test_the_table() -> None:
 
 def test_times_of_a_cpu_mean_nothing() -> None:
     one = row([taken(), taken()], [taken(), taken()])
-    assert "mean nothing" in shown(report(one, started=CPU))
-    assert "mean nothing" not in shown(report(one))
+    assert "mean nothing" in shown(report(one, started=CPU))[-1]
+    assert not any("mean nothing" in line for line in shown(report(one)))
 
 
 def test_the_json_has_every_round_but_no_tokens() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -18,19 +17,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from scripts import script
 from typer.testing import CliRunner
 
-from vllm_eagle_mrv2.cli import app, draft_counters
-from vllm_eagle_mrv2.cli.bench import engines
-from vllm_eagle_mrv2.cli.bench.engines import Comparison, Engines, Subject
-from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY, Shape, kv_cache_bytes
-from vllm_eagle_mrv2.cli.bench.types import Job, Started
-from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load import traffic, worker
-from vllm_eagle_mrv2.cli.load.arguments import ACCEPTANCE
-from vllm_eagle_mrv2.cli.load.balance import (
+from vllm_eagle_mrv2.cli import app
+from vllm_eagle_mrv2.cli.bench_load import measurement
+from vllm_eagle_mrv2.cli.bench_load.measurement import measure
+from vllm_eagle_mrv2.cli.bench_load.report import LoadReport
+from vllm_eagle_mrv2.cli.bench_load.types import Gain, LoadRow
+from vllm_eagle_mrv2.cli.common import draft_counters, engines
+from vllm_eagle_mrv2.cli.common.arguments import ACCEPTANCE
+from vllm_eagle_mrv2.cli.common.engines import Comparison, Engines
+from vllm_eagle_mrv2.cli.common.errors import CommandError
+from vllm_eagle_mrv2.cli.common.load import worker
+from vllm_eagle_mrv2.cli.common.load.balance import (
     Seen,
     Served,
     balanced,
@@ -39,15 +39,15 @@ from vllm_eagle_mrv2.cli.load.balance import (
     seconds_per_prompt_token,
     usual_seconds,
 )
-from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.report import LoadReport
-from vllm_eagle_mrv2.cli.load.traffic import Traffic, measure, random_prompts
-from vllm_eagle_mrv2.cli.load.types import Gain, Level, Load, LoadRound, LoadRow, Request
-from vllm_eagle_mrv2.cli.load.worker import Counted, LoadEngine, read_round, read_seconds_by_length
+from vllm_eagle_mrv2.cli.common.load.traffic import WORKER, Traffic, random_prompts
+from vllm_eagle_mrv2.cli.common.load.types import Level, Load, LoadRound, Request
+from vllm_eagle_mrv2.cli.common.load.worker import Counted, LoadEngine, read_round, read_seconds_by_length
+from vllm_eagle_mrv2.cli.common.shapes import VOCABULARY, Shape, kv_cache_bytes
+from vllm_eagle_mrv2.cli.common.types import Job, Started
 from vllm_eagle_mrv2.telemetry.counters import BY_LENGTH, FOLDER_VARIABLE, DraftCounter
 
-H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
-CPU = Started(vllm_version="0.32.0", device="cpu", device_name="cpu")
+from .commands import CPU, H200, comparison, live, shown
+
 EIGHT = Level(concurrency=8)
 NAMES = ("stock", "stock again", "eagle_mrv2")
 TOO_SHORT = "none: a round was too short, raise --requests or --output-tokens"
@@ -86,14 +86,6 @@ def report(*rows: LoadRow, started: Started = H200) -> LoadReport:
 # Options
 
 
-@pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Comparison, k: int) -> None:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(Comparison, "engines", refuse)
-
-
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
@@ -125,22 +117,6 @@ def test_wrong_usage_starts_no_engine(arguments: list[str], sentence: str) -> No
     assert sentence in " ".join(result.output.split())
 
 
-class FakeProcess:
-    """Answers every load with the same round, and notes what it was asked."""
-
-    def __init__(self, name: str, asked: list[tuple[str, Load]], answer: LoadRound | None = None) -> None:
-        self._name, self._asked, self._answer = name, asked, answer or taken()
-
-    def ask(self, load: Load) -> Any:
-        self._asked.append((self._name, load))
-        return self._answer.model_dump()
-
-
-def live(k: int, names: tuple[str, ...], answers: Sequence[LoadRound], asked: list[Any], started: Started) -> Engines:
-    processes: Any = tuple(FakeProcess(name, asked, answer) for name, answer in zip(names, answers, strict=True))
-    return Engines(k, names, processes, started)
-
-
 class Fakes:
     """What the command asked of engines that never started."""
 
@@ -164,7 +140,7 @@ def fake_engines(
             raise CommandError("the engine with stock failed: no memory", 1)
         fakes.comparisons.append(self)
         answers = [taken(), again, ours] if self.control else [taken(), ours]
-        yield live(k, self.names, answers, fakes.asked, started)
+        yield live(k, list(self.methods), answers, fakes.asked, started)
 
     monkeypatch.setattr(Comparison, "engines", start)
     return fakes
@@ -304,15 +280,10 @@ def test_random_prompts() -> None:
 # Engines
 
 
-def comparison(**changed: Any) -> Comparison:
-    subject = Subject("a pair", "target", "head", "eagle3", ["text"], {"max_model_len": 512})
-    return Comparison(subject=subject, **changed)
-
-
 def test_the_control_is_a_second_engine_with_stock() -> None:
     compared = comparison(control=True, acceptance=(0.7, 0.5, 0.4), options={"draft_quantization": "fp8"})
-    assert compared.names == NAMES
-    stock, again, ours = compared.jobs(2)
+    assert tuple(compared.methods) == NAMES
+    stock, again, ours = compared.jobs(2).values()
     assert again == stock
     assert [job.method for job in (stock, ours)] == ["eagle3", "eagle_mrv2:eagle3"]
     assert ours.overrides["additional_config"] == {"eagle_mrv2": {"draft_quantization": "fp8"}}
@@ -322,19 +293,21 @@ def test_the_control_is_a_second_engine_with_stock() -> None:
         assert job.speculative_config["rejection_sample_method"] == "synthetic"
         assert job.speculative_config["synthetic_acceptance_rates"] == [0.7, 0.5]
         assert job.arguments["gpu_memory_utilization"] == pytest.approx(0.28)
-    assert comparison(control=True, gpu_memory_utilization=0.2).jobs(2)[1].arguments["gpu_memory_utilization"] == 0.2
-    assert "rejection_sample_method" not in str(comparison().jobs(2)[0])
+    for job in comparison(control=True, gpu_memory_utilization=0.2).jobs(2).values():
+        assert job.arguments["gpu_memory_utilization"] == 0.2
+    assert "rejection_sample_method" not in str(comparison().jobs(2)["stock"])
 
 
 def test_the_baseline_is_an_engine_without_speculation() -> None:
-    both = comparison(control=True, baseline=True, acceptance=(0.7,), stock_speculative={"greedy": True})
-    assert both.names == (*NAMES[:2], "no speculation", NAMES[2])
-    assert [job.method for job in both.jobs(1)] == ["eagle3", "eagle3", None, "eagle_mrv2:eagle3"]
-    assert both.jobs(1)[2].speculative_config is None
-    assert both.jobs(1)[0].arguments == both.jobs(1)[2].arguments
-    without_control = comparison(baseline=True)
-    assert without_control.names == (NAMES[0], "no speculation", NAMES[2])
-    three = LoadRow(k=1, level=EIGHT, names=without_control.names, rounds=[fast(100), fast(50), fast(110)])
+    both = comparison(control=True, baseline=True, acceptance=(0.7,))
+    jobs = both.jobs(1)
+    assert list(jobs) == [*NAMES[:2], "no speculation", NAMES[2]]
+    assert [job.method for job in jobs.values()] == ["eagle3", "eagle3", None, "eagle_mrv2:eagle3"]
+    assert jobs["no speculation"].speculative_config is None
+    assert jobs["no speculation"].arguments == jobs["stock"].arguments
+    without_control = tuple(comparison(baseline=True).methods)
+    assert without_control == (NAMES[0], "no speculation", NAMES[2])
+    three = LoadRow(k=1, level=EIGHT, names=without_control, rounds=[fast(100), fast(50), fast(110)])
     assert three.noise is None
     assert three.verdict == "no control"
 
@@ -364,8 +337,8 @@ def test_engines_have_time_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many seconds each, of requests that do not count."""
     asked: list[tuple[str, Load]] = []
     clock = itertools.count()
-    monkeypatch.setattr(traffic, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(traffic, "SETTLES_S", 1.5)
+    monkeypatch.setattr(measurement, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(measurement, "SETTLES_S", 1.5)
     choosing = replace(live(2, ("a", "b"), fast(100, 200), asked, H200), chooses_length=True)
     measured = measure(choosing, EIGHT, Traffic(), 1)
     filling, *settling = [load for _, load in asked[:-2]]
@@ -498,7 +471,7 @@ def test_a_round_counts_from_its_own_drafts(served: Live, monkeypatch: pytest.Mo
         begins.append([len(one.outputs) for one in engine._served])
         return draft_counters.read_counters()
 
-    monkeypatch.setattr("vllm_eagle_mrv2.cli.load.worker.read_counters", beginning)
+    monkeypatch.setattr("vllm_eagle_mrv2.cli.common.load.worker.read_counters", beginning)
     engine.measure(load_of(90, 90, 30, fills=True))
     for length, settles in ((3, True), (3, False), (0, True), (None, True)):
         before = [len(one.outputs) for one in engine._served]
@@ -738,15 +711,9 @@ def test_a_round_that_was_too_short_allows_no_verdict(level: Level) -> None:
 # What is shown
 
 
-def shown(one: LoadReport) -> str:
-    text = io.StringIO()
-    one.print_on(Console(file=text, width=200))
-    return text.getvalue()
-
-
 def test_the_table() -> None:
     open_loop = row(fast(100, 100), [taken(tpot_p50_ms=4.0)] * 2, level=Level(rate=2.5), k=7)
-    lines = shown(report(row(fast(200, 200), fast(202, 202), fast(220, 260)), open_loop)).splitlines()
+    lines = shown(report(row(fast(200, 200), fast(202, 202), fast(220, 260)), open_loop))
     assert lines[0] == "vLLM 0.32.0 on H200: a pair"
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     times = ["8.00", "20.0", "30.0", "40.0", "2.50"]
@@ -762,8 +729,8 @@ def test_the_table() -> None:
 
 def test_times_of_a_cpu_mean_nothing() -> None:
     one = row(fast(100, 100), fast(100, 100))
-    assert "mean nothing" in shown(report(one, started=CPU))
-    assert "mean nothing" not in shown(report(one))
+    assert "mean nothing" in shown(report(one, started=CPU))[-1]
+    assert not any("mean nothing" in line for line in shown(report(one)))
 
 
 def test_the_json_has_every_round() -> None:

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 from scripts import BENCHMARKS, script
 
-from vllm_eagle_mrv2.cli.load.types import Level, LoadRound, LoadRow
+from vllm_eagle_mrv2.cli.bench_load.types import LoadRow
+from vllm_eagle_mrv2.cli.common import engines
+from vllm_eagle_mrv2.cli.common.load.types import Level, LoadRound
+
+from .commands import comparison
+
+pytestmark = pytest.mark.any_release
 
 
 def machine_with(
@@ -192,16 +198,49 @@ def test_the_lines_of_a_load(control: bool) -> None:
     assert json.dumps(line)
 
 
+def versions(**changed: Any) -> Any:
+    """A comparison as benchmarks/ab_time.py makes them."""
+    return script("ab_time").Versions(**vars(comparison()) | changed)
+
+
+def test_stock_may_be_set_up_otherwise() -> None:
+    jobs = versions(baseline=True, control=True, stock_speculative={"head": "fp8"}).jobs(5)
+    given = {name: (job.speculative_config or {}).get("head") for name, job in jobs.items()}
+    assert given == {"stock": "fp8", "stock again": "fp8", "no speculation": None, "eagle_mrv2": None}
+
+
+def test_an_earlier_version_is_given_what_ours_is() -> None:
+    compared = versions(before=Path("0.1.0"), stock_speculative={"head": "fp8"}, options={"lookup_drafts": True})
+    earlier, later = compared.jobs(5).values()
+    assert earlier == later
+    assert (later.method, later.overrides["additional_config"]["eagle_mrv2"]) == ("eagle_mrv2:eagle3", compared.options)
+    assert "head" not in later.speculative_config
+
+
+def test_an_earlier_version_is_imported_from_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths: list[str] = []
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setattr(
+        engines, "EngineProcess", lambda module, name, variables, verbose: paths.append(variables["PYTHONPATH"])
+    )
+    compared = versions(before=Path("installed/0.1.0"))
+    assert list(compared.methods) == ["eagle_mrv2 of 0.1.0", "eagle_mrv2"]
+    for name in compared.methods:
+        compared._process(name, "eagle_mrv2:eagle3")
+    assert paths == [f"{Path('installed/0.1.0').resolve()}:elsewhere", "elsewhere"]
+
+
 def test_variants_are_further_engines_of_ours() -> None:
     load_times = script("load_times")
     subject = load_times.Subject("", "target", "head", "eagle3", [[1]], {})
     compared = load_times.Variants(
-        subject=subject, options={"lookup_drafts": True}, control=True, variants={"FP8": {"draft_quantization": "fp8"}}
+        subject, "a_worker", {"lookup_drafts": True}, control=True, variants={"FP8": {"draft_quantization": "fp8"}}
     )
-    assert compared.names == ("stock", "stock again", "eagle_mrv2", "FP8")
-    given = [job.overrides.get("additional_config", {}).get("eagle_mrv2") for job in compared.jobs(3)]
+    jobs = compared.jobs(3)
+    assert list(jobs) == ["stock", "stock again", "eagle_mrv2", "FP8"]
+    given = [job.overrides.get("additional_config", {}).get("eagle_mrv2") for job in jobs.values()]
     assert given == [None, None, {"lookup_drafts": True}, {"lookup_drafts": True, "draft_quantization": "fp8"}]
-    assert [job.method for job in compared.jobs(3)] == ["eagle3", "eagle3", "eagle_mrv2:eagle3", "eagle_mrv2:eagle3"]
+    assert [job.method for job in jobs.values()] == ["eagle3", "eagle3", "eagle_mrv2:eagle3", "eagle_mrv2:eagle3"]
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -210,9 +249,9 @@ def test_ours_may_draft_more_than_stock(k: int) -> None:
     subject = load_times.Subject("", "target", "head", "eagle3", [[1]], {})
     acceptance = [0.5, 0.4, 0.3, 0.2, 0.1]
     compared = load_times.Variants(
-        subject=subject, acceptance=acceptance, options={"draft_length": "auto"}, variants={"FP8": {}}, most=5
+        subject, "a_worker", acceptance=acceptance, options={"draft_length": "auto"}, variants={"FP8": {}}, most=5
     )
-    stocks, *ours = (job.speculative_config for job in compared.jobs(k))
+    stocks, *ours = (job.speculative_config for job in compared.jobs(k).values())
     for config in ours:
         assert (config["num_speculative_tokens"], config["synthetic_acceptance_rates"]) == (5, acceptance)
         assert config["method"] == "eagle_mrv2:eagle3"

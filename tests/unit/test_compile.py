@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.any_release, pytest.mark.slow]
+
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]

@@ -16,6 +16,8 @@ import torch
 from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.kernels.launching import compiles_alone, launch
 
+pytestmark = pytest.mark.any_release
+
 pytest.importorskip("triton")
 
 # Runs with Triton's compiler in place of its interpreter; prints the kernels that compiling ahead missed.

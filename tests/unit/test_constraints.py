@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.any_release
+
 pytest.importorskip("tomllib")  # Python 3.11
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "constraints.py"

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import pytest
 
-from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS
+from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength, Gain, Trial, group_of, requests_of
 from vllm_eagle_mrv2.draft_length.times import Extra, Iteration, Times, Workload

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli import engine_process
-from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
-from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.common import engine_process
+from vllm_eagle_mrv2.cli.common.engine_process import EngineProcess, environment
+from vllm_eagle_mrv2.cli.common.errors import CommandError
 
 Start = Callable[[str], EngineProcess]
 
@@ -32,7 +32,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         (tmp_path / "a_worker.py").write_text(
             "import os, subprocess, sys\n"
             "from pydantic import BaseModel\n"
-            "from vllm_eagle_mrv2.cli.engine_process import serve\n"
+            "from vllm_eagle_mrv2.cli.common.engine_process import serve\n"
             "class Number(BaseModel):\n"
             "    value: int\n"
             "def answer(job, on_tokens):\n"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from scripts import CI
 
+pytestmark = pytest.mark.any_release
+
 ENV = CI / "env.sh"
 
 

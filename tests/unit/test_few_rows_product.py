@@ -13,6 +13,8 @@ from vllm_eagle_mrv2.kernels import few_rows_product as few_rows
 from vllm_eagle_mrv2.kernels.greedy import LEAST, best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 
+pytestmark = pytest.mark.any_release
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 matrices as if they were integers.
 DTYPES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits, filter_logits_reference
 
+pytestmark = pytest.mark.any_release
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_REQS = 8
 NAT = 1 / 32  # the width of a bin

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys, argmax_reference, best_tokens
 
+pytestmark = pytest.mark.any_release
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -25,9 +25,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SENTINEL = -77
 MAX_LEN = 4096  # max_model_len
 
-pytestmark = pytest.mark.skipif(
+needs_device = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, and Triton is not interpreted"
 )
+pytestmark = [needs_device, pytest.mark.any_release, pytest.mark.slow]
 
 
 def ints(values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:

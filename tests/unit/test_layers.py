@@ -6,7 +6,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import vllm_eagle_mrv2
+
+pytestmark = pytest.mark.any_release
 
 PACKAGE = Path(vllm_eagle_mrv2.__file__).parent
 LAYERS = (

@@ -34,6 +34,7 @@ PADDED = 320  # rows of a head of VOCAB
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the layers are on the CPU, for the interpreter"),
     pytest.mark.usefixtures("one_rank_as_on_a_gpu"),
+    pytest.mark.slow,
 ]
 
 

@@ -25,9 +25,12 @@ MAX_LEN = 64  # max_model_len
 MAX_NUM_REQS = 6
 MAX_NUM_TOKENS = 48
 
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, and Triton is not interpreted"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, and Triton is not interpreted"
+    ),
+    pytest.mark.any_release,
+]
 
 
 def toy_model(token: Any, position: Any, state: Any) -> tuple[Any, Any]:

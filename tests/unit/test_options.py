@@ -14,6 +14,8 @@ from vllm_eagle_mrv2.config.behaviours import BEYOND_STOCK, SWITCHES, Behaviour
 from vllm_eagle_mrv2.config.options import DraftVocab, Options, parse_options
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
+pytestmark = pytest.mark.any_release
+
 
 @pytest.mark.parametrize("additional_config", [None, {}, {"other": 1}, {"eagle_mrv2": {}}, object()])
 def test_everything_is_on_by_default(additional_config: object) -> None:

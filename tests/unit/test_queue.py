@@ -14,9 +14,9 @@ from vllm_eagle_mrv2.batch.queue import _TENSORS, BatchQueue
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels.prefill_inputs import prepare_prefill_inputs, prepare_prefill_inputs_reference
 
-from .test_kernels import DEVICE, assert_same, clone, ints, poisoned, pytestmark, target_batch
+from .test_kernels import DEVICE, assert_same, clone, ints, needs_device, poisoned, target_batch
 
-__all__ = ["pytestmark"]  # of test_kernels: these need its device too
+pytestmark = [needs_device, pytest.mark.any_release]
 
 
 def queue_of(*batches: DraftBatch, filters: bool = True, depth: int = 64) -> BatchQueue:

@@ -14,6 +14,8 @@ from vllm_eagle_mrv2.cli import app
 from vllm_eagle_mrv2.cli.rank_vocab import _chunks, _coverage
 from vllm_eagle_mrv2.config.vocab_ranking import Ranking, read_ranking
 
+pytestmark = pytest.mark.any_release
+
 transformers = pytest.importorskip("transformers")
 
 TEXT = "The value of the name is the value of the object.\n"

@@ -15,6 +15,8 @@ from scripts import script
 from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 
+pytestmark = pytest.mark.any_release
+
 CHECKOUT = Path(__file__).parents[2]
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 

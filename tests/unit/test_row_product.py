@@ -22,6 +22,8 @@ from vllm_eagle_mrv2.kernels.row_product import (
     row_product_reference,
 )
 
+pytestmark = pytest.mark.any_release
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 

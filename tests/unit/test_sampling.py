@@ -18,6 +18,8 @@ from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
 
 from .stock import ASKED, stock_speculator
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_REQS, STEPS = 8, 3
 

@@ -16,6 +16,8 @@ from vllm_eagle_mrv2.kernels.single_token_attention import (
     single_token_attention_reference,
 )
 
+pytestmark = [pytest.mark.any_release, pytest.mark.slow]
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies bfloat16 matrices as if they were integers.
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16

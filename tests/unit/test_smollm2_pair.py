@@ -19,7 +19,7 @@ from vllm_eagle_mrv2_smollm2 import PairError, Prepared, head, prepare, target
 
 from vllm_eagle_mrv2.cli import app
 from vllm_eagle_mrv2.cli.demo import command
-from vllm_eagle_mrv2.cli.demo.types import Job, Measurement
+from vllm_eagle_mrv2.cli.demo.types import DemoJob, Measurement
 from vllm_eagle_mrv2.cli.demo.worker import prompt_ids
 
 pytestmark = pytest.mark.any_release
@@ -202,11 +202,11 @@ def test_the_target_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[DemoJob]:
     """The jobs of the demo's engines, which answer the same tokens."""
-    asked: list[Job] = []
+    asked: list[DemoJob] = []
 
-    def run(job: Job, *_: Any) -> Measurement:
+    def run(job: DemoJob, *_: Any) -> Measurement:
         asked.append(job)
         count = len(job.prompts)
         same: dict[str, Any] = {"seconds": 1.0, "iterations": 1, "num_drafts": 1, "is_eagle_mrv2": True}
@@ -217,7 +217,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return asked
 
 
-def test_what_the_engines_run(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engines_run(jobs: list[DemoJob], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "prepare", lambda: Prepared(Path("target"), Path("head"), PROMPTS))
     done = demo("--pair", "smollm2", "--num-prompts", "5", "--option", '{"lookup_drafts": true}')
     assert done.exit_code == 0, done.stderr
@@ -227,7 +227,7 @@ def test_what_the_engines_run(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) 
     assert [job.speculative_config for job in jobs] == [None, *heads]
 
 
-def test_the_packaged_pair_stays_the_default(jobs: list[Job]) -> None:
+def test_the_packaged_pair_stays_the_default(jobs: list[DemoJob]) -> None:
     assert demo("--num-prompts", "1").exit_code == 0
     assert demo("--pair", "smollm2", "--num-speculative-tokens", "2", "--draft", "x").exit_code == 2
     (stock,) = (job for job in jobs if job.speculative_config and job.speculative_config["method"] == "eagle")
@@ -253,7 +253,7 @@ class FakeTokenizer:
 
 @pytest.mark.parametrize(("chat", "text"), [(True, "<user>hello<assistant>"), (False, "hello")])
 def test_requests_are_put_into_the_chat_template(chat: bool, text: str) -> None:
-    job = Job(
+    job = DemoJob(
         model="",
         speculative_config=None,
         prompts=["hello"],

@@ -23,6 +23,8 @@ from vllm_eagle_mrv2.releases import release_for
 from vllm_eagle_mrv2.releases.spec import Release
 from vllm_eagle_mrv2.releases.surface import Finding, Symbol, check_installed, check_recorded, describe_installed
 
+pytestmark = pytest.mark.any_release
+
 FILES = {
     "__init__.py": "",
     # More names than one byte counts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import shlex
@@ -12,26 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_eagle_mrv2.cli import app
-from vllm_eagle_mrv2.cli.bench.engines import Engines, Setup
-from vllm_eagle_mrv2.cli.bench.types import Started
-from vllm_eagle_mrv2.cli.demo.pair import PAIR
-from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.traffic import Traffic
-from vllm_eagle_mrv2.cli.load.types import Load, LoadRound
+from vllm_eagle_mrv2.cli.common.engines import Engines, Setup
+from vllm_eagle_mrv2.cli.common.errors import CommandError
+from vllm_eagle_mrv2.cli.common.load.traffic import WORKER, Traffic
+from vllm_eagle_mrv2.cli.common.load.types import Load, LoadRound
+from vllm_eagle_mrv2.cli.common.pair import PAIR
+from vllm_eagle_mrv2.cli.common.types import Started
 from vllm_eagle_mrv2.cli.tune import settings
 from vllm_eagle_mrv2.cli.tune.report import TuneReport
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow, schedule_of
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
-H200 = Started(vllm_version="0.32.0", device="cuda", device_name="H200")
+from .commands import CPU, H200, shown
+
 OLD = Started(vllm_version="0.24.0", device="cuda", device_name="H200")
-CPU = Started(vllm_version="0.32.0", device="cpu", device_name="cpu")
 SERVER = {"method": "eagle_mrv2", "model": "heads/the [best]"}
 
 
@@ -58,14 +55,6 @@ FEWER_AS_MORE_COME = (row(1, 50, 80, 100), row(4, 60, 100, 80), row(64, 100, 90,
 
 
 # Options
-
-
-@pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Setup, k: int) -> None:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(Setup, "engines", refuse)
 
 
 def of_engine(**arguments: Any) -> list[str]:
@@ -130,7 +119,7 @@ class FakeEngine:
 
     def live(self, k: int) -> Engines:
         process: Any = self
-        return Engines(k, ("eagle_mrv2",), (process,), self.started)
+        return Engines(k, {"eagle_mrv2": process}, self.started)
 
     def instead(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have the command start this engine."""
@@ -231,8 +220,8 @@ def test_the_engine_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = ["--temperature", ".5", "--top-p", ".9", "--output-tokens", "3", "4", "--requests", "200"]
     run("-k", "3", "--concurrency", "100", "2", "--option", '{"draft_quantization": "fp8"}', *sampling)
     (setup,) = engine.setups
-    (job,) = setup.jobs(engine.ks[0])
-    assert (setup.names, setup.worker) == (("eagle_mrv2",), WORKER)
+    ((name, job),) = setup.jobs(engine.ks[0]).items()
+    assert (name, setup.worker) == ("eagle_mrv2", WORKER)
     assert job.speculative_config is not None
     assert job.method == "eagle_mrv2:eagle"
     assert job.speculative_config["num_speculative_tokens"] == 3
@@ -249,7 +238,7 @@ def test_random_weights_accept_at_random(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.instead(monkeypatch)
     run("--shape", "8b", "--prompt-tokens", "5", "6")
     (setup,) = engine.setups
-    (job,) = setup.jobs(5)
+    (job,) = setup.jobs(5).values()
     assert job.speculative_config is not None
     assert job.speculative_config["synthetic_acceptance_rates"] == [0.75, 0.55, 0.4, 0.3, 0.22]
     assert {len(prompt) for prompt in setup.subject.prompts} == {5, 6}
@@ -327,12 +316,6 @@ def test_the_numbers_that_an_engine_chooses_from() -> None:
 # What is shown
 
 
-def shown(one: TuneReport, **console: Any) -> list[str]:
-    text = io.StringIO()
-    one.print_on(Console(file=text, width=100, **console))
-    return text.getvalue().splitlines()
-
-
 def test_the_table() -> None:
     lines = shown(report(row(1, 50, 80, 120, auto=114), row(16, 200, 150, 90, auto=190)))
     assert lines[0] == "vLLM 0.32.0 on H200: a pair"
@@ -353,7 +336,7 @@ def test_the_best_number_stands_out() -> None:
 
 
 def test_a_schedule_to_paste() -> None:
-    *_, heading, line = shown(report(*FEWER_AS_MORE_COME))
+    *_, heading, line = shown(report(*FEWER_AS_MORE_COME), width=100)
     assert heading == "A fixed schedule:"
     option, value = shlex.split(line)  # one line, however long
     assert option == "--speculative-config"

@@ -14,6 +14,8 @@ from vllm_eagle_mrv2.config.options import DraftVocab, Options
 from vllm_eagle_mrv2.config.vocab_ranking import KeptTokens, kept_tokens
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
+pytestmark = pytest.mark.any_release
+
 
 def write(path: Path, ranking: Any) -> Path:
     path.write_text(ranking if isinstance(ranking, str) else json.dumps(ranking))

@@ -1,4 +1,7 @@
-"""The command ``vllm-eagle-mrv2``, with a folder or file for each subcommand; ``--help`` never imports vLLM."""
+"""The command ``vllm-eagle-mrv2``, with a folder or file for each subcommand, and one for what several share.
+
+``--help`` never imports vLLM.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ import typer
 
 from vllm_eagle_mrv2 import __version__
 from vllm_eagle_mrv2.cli.bench.command import bench as bench_command
+from vllm_eagle_mrv2.cli.bench_load.command import bench_load
+from vllm_eagle_mrv2.cli.common.list_options import ListOptionsCommand
 from vllm_eagle_mrv2.cli.demo.command import demo as demo_command
 from vllm_eagle_mrv2.cli.doctor.command import doctor as doctor_command
-from vllm_eagle_mrv2.cli.list_options import ListOptionsCommand
-from vllm_eagle_mrv2.cli.load.command import bench_load
 from vllm_eagle_mrv2.cli.rank_vocab import rank_vocab
 from vllm_eagle_mrv2.cli.tune.command import tune
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_eagle_mrv2.cli.errors import CommandError, print_error
+from vllm_eagle_mrv2.cli.common.errors import CommandError, print_error
 from vllm_eagle_mrv2.config.vocab_ranking import Ranking
 
 # Keys of the text in common data sets and logs (JSON lines), at any depth (messages, choices).

@@ -1,6 +1,6 @@
 """``vllm-eagle-mrv2 bench``: measures the stock speculator and ``eagle_mrv2`` in turn on your vLLM, model and prompts.
 
-For each K both engines are live and take turns, so changes in the machine's speed affect both (`cli.bench.engines`).
+For each K both engines are live and take turns, so changes in the machine's speed affect both (`cli.common.engines`).
 Decoding is greedy, and a ratio is given only if both engines did the same work (`cli.bench.types`).
 
 Exit codes: 0, every K and batch size has its ratio; 1, a ratio is refused, or an engine failed; 2, the bench could not
@@ -18,14 +18,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vllm_eagle_mrv2.cli.bench import arguments
-from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, Engines
+from vllm_eagle_mrv2.cli.bench.measurement import WORKER, measure
 from vllm_eagle_mrv2.cli.bench.report import BenchReport
-from vllm_eagle_mrv2.cli.bench.shapes import PROMPT_TOKENS, token_prompts
 from vllm_eagle_mrv2.cli.bench.types import Row
-from vllm_eagle_mrv2.cli.demo.pair import require_vllm
-from vllm_eagle_mrv2.cli.errors import CommandError, reported
-from vllm_eagle_mrv2.cli.progress import Track, progress
+from vllm_eagle_mrv2.cli.common import arguments
+from vllm_eagle_mrv2.cli.common.engines import MAX_NUM_SEQS, Comparison, Engines
+from vllm_eagle_mrv2.cli.common.errors import CommandError, reported
+from vllm_eagle_mrv2.cli.common.installed import require_vllm, versions
+from vllm_eagle_mrv2.cli.common.progress import Track, progress
+from vllm_eagle_mrv2.cli.common.shapes import PROMPT_TOKENS, token_prompts
+from vllm_eagle_mrv2.cli.common.subject import ShapeRequests, subject_of
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 
 _ROUNDS, _ROUNDS_ON_CPU = 15, 3
@@ -54,7 +56,7 @@ def bench(
         list[Behaviour] | None,
         typer.Option(metavar="NAME", help="Behaviours of ours to switch off; doctor names them."),
     ] = None,
-    option: arguments.Options = "{}",
+    option: arguments.MethodOptions = "{}",
     engine: arguments.EngineArguments = "{}",
     rounds: Annotated[
         int | None, typer.Option(min=2, help="Measurements of each engine (default 15; on a CPU 3).")
@@ -82,13 +84,14 @@ def bench(
         if against is Against.ours and not names:
             raise CommandError("--against ours needs --disable, the behaviours that the other engine lacks.", 2)
         most = max(batch)
-        of_shape = arguments.ShapeRequests(token_prompts(most), most * (PROMPT_TOKENS + (tokens or _TOKENS)))
+        of_shape = ShapeRequests(token_prompts(most), most * (PROMPT_TOKENS + (tokens or _TOKENS)))
         overrides = arguments.json_object("--engine", engine)
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
-                subject=arguments.subject_of(
+                subject=subject_of(
                     Path(folder), model, draft, family, shape, prompts, max_model_len, overrides, of_shape
                 ),
+                worker=WORKER,
                 against_ours=against is Against.ours,
                 options=arguments.method_options(option, names),
                 disable=names,
@@ -120,9 +123,7 @@ def _run(
         how_often = rounds or (_ROUNDS_ON_CPU if on_cpu else _ROUNDS)
         max_tokens = tokens or (_TOKENS_ON_CPU if on_cpu else _TOKENS)
         for size in batches:
-            yield pair.compare(size, how_often, max_tokens, track(f"K={pair.k}, batch {size}", how_often))
+            yield measure(pair, size, how_often, max_tokens, track(f"K={pair.k}, batch {size}", how_often))
 
     started, rows, failed = comparison.measured(ks, rows_of, lambda k: track(f"K={k}, start of the engines", 1))
-    return BenchReport(
-        title=comparison.subject.title, versions=arguments.versions(), started=started, rows=rows, error=failed
-    )
+    return BenchReport(title=comparison.subject.title, versions=versions(), started=started, rows=rows, error=failed)

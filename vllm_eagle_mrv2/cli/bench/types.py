@@ -1,45 +1,17 @@
-"""The jobs and results of a bench engine, and the comparison of two engines' rounds."""
+"""The job and the result of a bench engine, and the comparison of two engines' rounds."""
 
 from __future__ import annotations
 
 import statistics
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import BaseModel, computed_field
 
-from vllm_eagle_mrv2.cli.demo.report import first_difference
+from vllm_eagle_mrv2.cli.common.report import first_difference
 
 Side = Literal["against", "eagle_mrv2"]
 SIDES: tuple[Side, ...] = get_args(Side)
 MEDIANS = ("iteration_ms", "tokens_per_second", "itl_p50_ms", "itl_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
-
-
-class Job(BaseModel):
-    """The engine to start.  The worker answers with `Started`."""
-
-    model: str
-    speculative_config: dict[str, Any] | None
-    """None for no speculation."""
-    arguments: dict[str, Any]
-    """Arguments for ``LLM``, which the worker reduces on a CPU."""
-    overrides: dict[str, Any]
-    """The user's own arguments for ``LLM``, which take precedence."""
-    prompts: list[str] | list[list[int]]
-    """Texts or token ids; a batch takes as many as it needs, starting with the first."""
-    ignore_eos: bool
-
-    @property
-    def method(self) -> str | None:
-        """The method that drafts; None for no speculation."""
-        return None if self.speculative_config is None else str(self.speculative_config["method"])
-
-
-class Started(BaseModel):
-    """The versions and the device of a started engine."""
-
-    vllm_version: str
-    device: str
-    device_name: str
 
 
 class Batch(BaseModel):

@@ -1,41 +1,17 @@
-"""One bench engine in its own process (`cli.engine_process`): takes a `Job`, then gives a `Round` for each `Batch`."""
+"""A bench engine in its own process (`cli.common.engine_process`): takes a `Job`, then gives a `Round` a `Batch`."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel
-
-from vllm_eagle_mrv2.cli.bench.types import Batch, Job, Round, Started
-from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
-from vllm_eagle_mrv2.cli.engine_process import OnTokens, serve
-
-CPU_ARGUMENTS = {"enforce_eager": True, "dtype": "float32"}
-
-
-def engine_arguments(job: Job) -> dict[str, Any]:
-    """The arguments of a job's engine on this machine."""
-    from vllm.platforms import current_platform
-
-    arguments = job.arguments | (CPU_ARGUMENTS if current_platform.is_cpu() else {})
-    return {"model": job.model, "speculative_config": job.speculative_config, **arguments, **job.overrides}
-
-
-def started() -> Started:
-    """The version and the device of an engine that has started in this process."""
-    import vllm
-    from vllm.platforms import current_platform
-
-    return Started(
-        vllm_version=vllm.__version__,
-        device=current_platform.device_type,
-        device_name=current_platform.get_device_name() or current_platform.device_type,
-    )
+from vllm_eagle_mrv2.cli.bench.types import Batch, Round
+from vllm_eagle_mrv2.cli.common.draft_counters import counted_since, read_counters
+from vllm_eagle_mrv2.cli.common.engine_process import serve
+from vllm_eagle_mrv2.cli.common.types import Job
+from vllm_eagle_mrv2.cli.common.worker import Worker, engine_arguments, percentile, started
 
 
 class BenchEngine:
@@ -127,35 +103,6 @@ def inter_token_latencies(arrivals: list[tuple[float, int]]) -> list[float]:
         arrivals: (time in seconds, new tokens) of each output.
     """
     return [(now - then) / tokens for (then, _), (now, tokens) in pairwise(arrivals) for _ in range(tokens)]
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of the values do not exceed (nearest rank); 0 without values."""
-    if not values:  # every request ended with its first output
-        return 0.0
-    return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
-
-
-class Worker:
-    """The first job starts an engine, the others measure it.
-
-    Args:
-        start: starts the engine, which has ``started`` and ``measure``.
-        task: kind of the jobs that measure.
-    """
-
-    def __init__(self, start: Callable[[Job], Any], task: type[BaseModel]) -> None:
-        self._start, self._task = start, task
-        self._engine: Any = None
-
-    def answer(self, job: str, on_tokens: OnTokens) -> BaseModel:
-        """The answer to a job, for `cli.engine_process.serve`."""
-        if self._engine is None:
-            self._engine = self._start(Job.model_validate_json(job))
-            started: Started = self._engine.started
-            return started
-        measured: BaseModel = self._engine.measure(self._task.model_validate_json(job))
-        return measured
 
 
 if __name__ == "__main__":

@@ -21,20 +21,21 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_eagle_mrv2.cli.bench.arguments import Options, method_options
-from vllm_eagle_mrv2.cli.demo.pair import PairName, load_pair, require_vllm
+from vllm_eagle_mrv2.cli.common.arguments import MethodOptions, method_options
+from vllm_eagle_mrv2.cli.common.engine_process import EngineProcess, environment
+from vllm_eagle_mrv2.cli.common.errors import CommandError, reported
+from vllm_eagle_mrv2.cli.common.installed import require_vllm
+from vllm_eagle_mrv2.cli.common.pair import PairName, load_pair
+from vllm_eagle_mrv2.cli.common.progress import OnProgress, Track, progress
 from vllm_eagle_mrv2.cli.demo.report import FamilyReport, print_reports, to_json
-from vllm_eagle_mrv2.cli.demo.types import Job, Measurement
-from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
-from vllm_eagle_mrv2.cli.errors import CommandError, reported
-from vllm_eagle_mrv2.cli.progress import OnProgress, Track, progress
+from vllm_eagle_mrv2.cli.demo.types import DemoJob, Measurement
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 
 _NO_FLOAT32 = "No valid attention backend"
 
 
-class Family(str, Enum):
+class Heads(str, Enum):
     """Which heads to run."""
 
     eagle = "eagle"
@@ -52,7 +53,7 @@ class Dtype(str, Enum):
 
 def demo(
     pair: Annotated[PairName, typer.Option(help="smollm2: of pairs/smollm2, with eagle3.")] = PairName.packaged,
-    family: Annotated[Family | None, typer.Option(help="Which head (default: eagle; for smollm2 eagle3).")] = None,
+    family: Annotated[Heads | None, typer.Option(help="Which head (default: eagle; for smollm2 eagle3).")] = None,
     num_speculative_tokens: Annotated[
         int | None, typer.Option(min=1, help="Draft tokens an iteration, K (default: 3; for smollm2 5).")
     ] = None,
@@ -60,7 +61,7 @@ def demo(
     num_prompts: Annotated[int, typer.Option(min=1, help="How many of the held-out prompts, as one batch.")] = 4,
     model: Annotated[str | None, typer.Option(metavar="PATH", help="Target model instead of the packaged one.")] = None,
     draft: Annotated[str | None, typer.Option(metavar="PATH", help="EAGLE head instead of the packaged one.")] = None,
-    option: Options = "{}",
+    option: MethodOptions = "{}",
     dtype: Annotated[Dtype, typer.Option(help="auto: float32 where there is attention for it.")] = Dtype.auto,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1.0, help="As in vLLM.")] = 0.3,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -78,7 +79,7 @@ def demo(
         options = method_options(option, [])
         with errors.status("preparing the models"):
             chosen = load_pair(pair)
-        job = Job(
+        job = DemoJob(
             model=model or str(chosen.target),
             speculative_config=None,
             prompts=chosen.prompts[:num_prompts],
@@ -98,26 +99,26 @@ def demo(
     raise typer.Exit(0 if all(report.passed for report in reports) else 1)
 
 
-def _families(pair: PairName, family: Family | None, model: str | None, draft: str | None) -> list[str]:
+def _families(pair: PairName, family: Heads | None, model: str | None, draft: str | None) -> list[str]:
     if pair is PairName.smollm2:
         if model is not None or draft is not None:
             raise CommandError("--pair smollm2 has a target and a head: leave out --model and --draft.", 2)
-        if family not in (None, Family.eagle3):
+        if family not in (None, Heads.eagle3):
             raise CommandError("--pair smollm2 has a head of the family eagle3 only: leave out --family.", 2)
         return ["eagle3"]
-    family = family or Family.eagle
+    family = family or Heads.eagle
     if model is not None and draft is None:
         raise CommandError("--model needs --draft, an EAGLE head that was trained for it.", 2)
-    if draft is not None and family is Family.both:
+    if draft is not None and family is Heads.both:
         raise CommandError("--draft is one head: say which with --family eagle or --family eagle3.", 2)
-    return ["eagle", "eagle3"] if family is Family.both else [family.value]
+    return ["eagle", "eagle3"] if family is Heads.both else [family.value]
 
 
 # The engines
 
 
 def _run_all(
-    job: Job,
+    job: DemoJob,
     drafts: dict[str, str],
     num_speculative_tokens: int,
     options: dict[str, Any],
@@ -168,7 +169,7 @@ def _run_all(
     ]
 
 
-def _run_engine(job: Job, on_tokens: OnProgress, verbose: bool) -> Measurement:
+def _run_engine(job: DemoJob, on_tokens: OnProgress, verbose: bool) -> Measurement:
     """Run one engine in its own process.
 
     Raises:

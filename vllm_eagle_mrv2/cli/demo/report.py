@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from vllm_eagle_mrv2.cli.common.report import TIMES_MEAN_NOTHING, first_difference
 from vllm_eagle_mrv2.cli.demo.types import Measurement
-from vllm_eagle_mrv2.cli.on_cpu import TIMES_MEAN_NOTHING
 
 
 @dataclass(frozen=True)
@@ -181,13 +181,3 @@ def _print_verdict(report: FamilyReport, console: Console) -> None:
         console.print("FAILED: the tokens of eagle_mrv2 are not the target's", style="bold red")
     else:
         console.print("PASSED", style="bold green")
-
-
-def first_difference(left: list[list[int]], right: list[list[int]]) -> str:
-    """A description of the first difference between the token ids of two runs; empty if there is none."""
-    for number, (ours, theirs) in enumerate(zip(left, right, strict=True), start=1):
-        if ours != theirs:
-            pairs = enumerate(zip(ours, theirs, strict=False), start=1)
-            place = next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)) + 1)
-            return f"differ, first at token {place} of prompt {number}"
-    return ""

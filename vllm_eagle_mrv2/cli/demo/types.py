@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 
-class Job(BaseModel):
+class DemoJob(BaseModel):
     """What one engine has to run."""
 
     model: str

@@ -1,4 +1,4 @@
-"""One demo engine in its own process (`cli.engine_process`): answers a `Job` with a `Measurement`."""
+"""One demo engine in its own process (`cli.common.engine_process`): answers a `DemoJob` with a `Measurement`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_eagle_mrv2.classes import class_path
-from vllm_eagle_mrv2.cli.demo.types import Job, Measurement
-from vllm_eagle_mrv2.cli.draft_counters import counted_since, read_counters
-from vllm_eagle_mrv2.cli.engine_process import serve
+from vllm_eagle_mrv2.cli.common.draft_counters import counted_since, read_counters
+from vllm_eagle_mrv2.cli.common.engine_process import serve
+from vllm_eagle_mrv2.cli.common.worker import started
+from vllm_eagle_mrv2.cli.demo.types import DemoJob, Measurement
 
 PROMPT_ROOM = 256
 """Maximum prompt length in tokens, so that the KV cache need not hold the checkpoint's whole context."""
 WARM_UP_TOKENS = 8
 
 
-def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
+def measure(job: DemoJob, on_progress: Callable[[int], None]) -> Measurement:
     """Start an engine, warm it up, and measure one greedy generation of all prompts at once.
 
     Args:
@@ -49,19 +50,17 @@ def measure(job: Job, on_progress: Callable[[int], None]) -> Measurement:
     seconds = time.perf_counter() - began
     counted = counted_since(before)
     return Measurement(
-        vllm_version=vllm.__version__,
-        device=current_platform.device_type,
-        device_name=current_platform.get_device_name() or current_platform.device_type,
         token_ids=[list(output.outputs[0].token_ids) for output in outputs],
         texts=[output.outputs[0].text for output in outputs],
         seconds=seconds,
         iterations=iterations,
+        **started().model_dump(),
         **counted,
         **_speculator_classes(llm),
     )
 
 
-def prompt_ids(tokenizer: Any, job: Job) -> list[list[int]]:
+def prompt_ids(tokenizer: Any, job: DemoJob) -> list[list[int]]:
     """Token ids of the prompts; of requests to an assistant, up to where its answer begins."""
     if not job.chat:
         return [tokenizer.encode(prompt) for prompt in job.prompts]
@@ -111,4 +110,4 @@ def _is_graph_manager(value: object) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(lambda job, on_tokens: measure(Job.model_validate_json(job), on_tokens)))
+    sys.exit(serve(lambda job, on_tokens: measure(DemoJob.model_validate_json(job), on_tokens)))

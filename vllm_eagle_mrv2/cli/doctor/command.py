@@ -7,16 +7,11 @@ Exit codes: 0, eagle_mrv2 will run; 1, it will not; 2, there is nothing to check
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import platform
-import sys
-import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -25,6 +20,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from vllm_eagle_mrv2 import __version__, releases
+from vllm_eagle_mrv2.cli.common.installed import quiet, version_of
 from vllm_eagle_mrv2.cli.doctor.preflight import Deployment, examine_deployment
 from vllm_eagle_mrv2.cli.doctor.recorded import NoSurface, load_surface
 from vllm_eagle_mrv2.cli.doctor.report import (
@@ -156,27 +152,6 @@ def examine_recorded(wanted: str) -> DoctorReport:
         _blame_symbols(report, f"the recorded vLLM {release} is not what adapter {adapter.name} knows")
     report.exit_code = 1 if report.problems else 0
     return report
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the output of vLLM's imports away from standard output, which is for the report alone."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def version_of(*names: str) -> str | None:
-    """The version of the first installed distribution among these; None if none is installed."""
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -19,23 +19,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_eagle_mrv2.cli.bench import arguments
-from vllm_eagle_mrv2.cli.bench.engines import FIXED_KV_CACHE, MAX_NUM_SEQS, Engines, Setup
-from vllm_eagle_mrv2.cli.bench.types import Started
-from vllm_eagle_mrv2.cli.demo.pair import require_vllm
-from vllm_eagle_mrv2.cli.errors import CommandError, reported
-from vllm_eagle_mrv2.cli.load.arguments import (
-    Acceptance,
-    OutputTokens,
-    PromptTokens,
-    Temperature,
-    TopP,
-    check_range,
-    shares_of,
-)
-from vllm_eagle_mrv2.cli.load.command import WORKER
-from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, random_prompts
-from vllm_eagle_mrv2.cli.progress import Track, progress
+from vllm_eagle_mrv2.cli.common import arguments
+from vllm_eagle_mrv2.cli.common.engines import MAX_NUM_SEQS, Engines, Setup
+from vllm_eagle_mrv2.cli.common.errors import CommandError, reported
+from vllm_eagle_mrv2.cli.common.installed import require_vllm, versions
+from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, WORKER, Traffic, random_prompts
+from vllm_eagle_mrv2.cli.common.progress import Track, progress
+from vllm_eagle_mrv2.cli.common.subject import FIXED_KV_CACHE, ShapeRequests, subject_of
+from vllm_eagle_mrv2.cli.common.types import Started
 from vllm_eagle_mrv2.cli.tune.report import TuneReport
 from vllm_eagle_mrv2.cli.tune.settings import measure
 from vllm_eagle_mrv2.cli.tune.types import TuneRow
@@ -62,12 +53,12 @@ def tune(
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4).")
     ] = None,
-    prompt_tokens: PromptTokens = USUAL_PROMPTS,
-    output_tokens: OutputTokens = (64, 256),
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    acceptance: Acceptance = None,
-    option: arguments.Options = "{}",
+    prompt_tokens: arguments.PromptTokens = USUAL_PROMPTS,
+    output_tokens: arguments.OutputTokens = (64, 256),
+    temperature: arguments.Temperature = 0.0,
+    top_p: arguments.TopP = 1.0,
+    acceptance: arguments.Acceptance = None,
+    option: arguments.MethodOptions = "{}",
     engine: arguments.EngineArguments = "{}",
     prompts: arguments.Prompts = None,
     max_model_len: arguments.MaxModelLen = None,
@@ -85,15 +76,13 @@ def tune(
         require_vllm()
         arguments.check_outputs(json_output, plot)
         levels = sorted(set(concurrency or []))
-        shares = shares_of(acceptance, shape, k)
-        check_range("--prompt-tokens", *prompt_tokens)
-        check_range("--output-tokens", *output_tokens)
+        shares = arguments.shares_of(acceptance, shape, k)
+        arguments.check_range("--prompt-tokens", *prompt_tokens)
+        arguments.check_range("--output-tokens", *output_tokens)
         overrides = _overrides(engine, levels)
         with tempfile.TemporaryDirectory() as folder:
-            of_shape = arguments.ShapeRequests(random_prompts(prompt_tokens))
-            subject = arguments.subject_of(
-                Path(folder), model, draft, family, shape, prompts, max_model_len, overrides, of_shape
-            )
+            of_shape = ShapeRequests(random_prompts(prompt_tokens))
+            subject = subject_of(Path(folder), model, draft, family, shape, prompts, max_model_len, overrides, of_shape)
             if shape is not None:
                 del subject.arguments[FIXED_KV_CACHE]  # the only engine takes what its requests in flight need
             setup = Setup(
@@ -111,7 +100,7 @@ def tune(
                 started, rows, failed = _run(setup, k, levels, traffic, rounds, track)
     report = TuneReport(
         title=subject.title,
-        versions=arguments.versions(),
+        versions=versions(),
         started=started,
         error=failed,
         speculative=_speculative(setup, family, draft=None if shape else subject.draft),
@@ -151,7 +140,7 @@ def _overrides(text: str, levels: Sequence[int]) -> dict[str, Any]:
     return overrides
 
 
-def _speculative(setup: Setup, family: arguments.Family | None, draft: str | None) -> dict[str, Any]:
+def _speculative(setup: Setup, family: arguments.FamilyName | None, draft: str | None) -> dict[str, Any]:
     """The speculative configuration of a server with these models, without its numbers of draft tokens."""
     given: dict[str, Any] = setup.overrides.get("speculative_config", {})
     method = METHOD if family is None else f"{METHOD}:{family.value}"

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_eagle_mrv2.cli.bench.report import Report
+from vllm_eagle_mrv2.cli.common.report import Report
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Range, Setting, TuneRow, schedule_of
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.releases import release_for, stock_version

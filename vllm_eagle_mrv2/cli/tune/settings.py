@@ -8,12 +8,12 @@ from time import monotonic
 
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli.bench.engines import Engines, in_turn
-from vllm_eagle_mrv2.cli.engine_process import EngineProcess
-from vllm_eagle_mrv2.cli.errors import CommandError
-from vllm_eagle_mrv2.cli.load.balance import of_one_engine
-from vllm_eagle_mrv2.cli.load.traffic import SETTLES_S, Traffic
-from vllm_eagle_mrv2.cli.load.types import Level, LoadRound
+from vllm_eagle_mrv2.cli.common.engine_process import EngineProcess
+from vllm_eagle_mrv2.cli.common.engines import Engines, in_turn
+from vllm_eagle_mrv2.cli.common.errors import CommandError
+from vllm_eagle_mrv2.cli.common.load.balance import of_one_engine
+from vllm_eagle_mrv2.cli.common.load.traffic import SETTLES_S, Traffic
+from vllm_eagle_mrv2.cli.common.load.types import Level, LoadRound
 from vllm_eagle_mrv2.cli.tune.types import AUTO, Setting, TuneRow
 from vllm_eagle_mrv2.config.draft_lengths import lengths_up_to
 
@@ -36,7 +36,7 @@ def measure(
     Raises:
         CommandError: the engine failed, or drafts other numbers than those asked for.
     """
-    (process,) = engines.processes
+    (process,) = engines.processes.values()
     settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
     asked = {setting: functools.partial(_ask, process, setting) for setting in settings}
     level = Level(concurrency=concurrency)

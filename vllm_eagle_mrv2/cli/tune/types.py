@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli.load.types import LoadRound, throughput
+from vllm_eagle_mrv2.cli.common.load.types import LoadRound, throughput
 
 AUTO: Literal["auto"] = "auto"
 Setting = int | Literal["auto"]

@@ -1,4 +1,4 @@
-"""An engine under load in its own process (`cli.engine_process`): takes a `Job`, then gives a `LoadRound` a `Load`."""
+"""An engine under load in its own process (`engine_process`): takes a `Job`, then gives a `LoadRound` a `Load`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from vllm_eagle_mrv2.cli.bench.types import Job
-from vllm_eagle_mrv2.cli.bench.worker import Worker, engine_arguments, percentile, started
-from vllm_eagle_mrv2.cli.draft_counters import Counters, counted_since, read_counters
-from vllm_eagle_mrv2.cli.engine_process import serve
-from vllm_eagle_mrv2.cli.load.balance import Served, iterations, seconds_per_prompt_token
-from vllm_eagle_mrv2.cli.load.types import Load, LoadRound, Request
+from vllm_eagle_mrv2.cli.common.draft_counters import Counters, counted_since, read_counters
+from vllm_eagle_mrv2.cli.common.engine_process import serve
+from vllm_eagle_mrv2.cli.common.load.balance import Served, iterations, seconds_per_prompt_token
+from vllm_eagle_mrv2.cli.common.load.types import Load, LoadRound, Request
+from vllm_eagle_mrv2.cli.common.types import Job
+from vllm_eagle_mrv2.cli.common.worker import Worker, engine_arguments, percentile, started
 from vllm_eagle_mrv2.telemetry.counters import hold, read_counts
 
 _SETTLING = 4

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from vllm_eagle_mrv2.cli.bench.report import Report
-from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
+from vllm_eagle_mrv2.cli.bench_load.types import LoadRow
+from vllm_eagle_mrv2.cli.common.load.types import Level
+from vllm_eagle_mrv2.cli.common.report import Report
 
 
 class LoadReport(Report):

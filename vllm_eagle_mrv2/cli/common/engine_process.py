@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.common.errors import CommandError
 from vllm_eagle_mrv2.config import kill_switch
 from vllm_eagle_mrv2.config.method import is_ours
 

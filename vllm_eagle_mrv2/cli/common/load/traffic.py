@@ -1,19 +1,17 @@
-"""The requests that make a level of load, and the measurement of live engines with them."""
+"""The requests that make a level of load."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from time import monotonic
 
-from vllm_eagle_mrv2.cli.bench.engines import Engines
-from vllm_eagle_mrv2.cli.bench.shapes import VOCABULARY
-from vllm_eagle_mrv2.cli.load.balance import balanced, prompts_per_token, usual_seconds
-from vllm_eagle_mrv2.cli.load.types import Level, Load, LoadRound, LoadRow, Request
+from vllm_eagle_mrv2.cli.common.load.types import Level, Load, Request
+from vllm_eagle_mrv2.cli.common.shapes import VOCABULARY
 
+WORKER = "vllm_eagle_mrv2.cli.common.load.worker"
+"""The module that the process of an engine under load runs."""
 _FEWEST, _FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 4, 12, 30
 _FEWEST_TO_MEASURE = 3  # at a rate: one before, one whose end is measured, one that ends the round when it is sent
 _SPECIAL_TOKENS = 10
@@ -90,30 +88,3 @@ def random_prompts(tokens: tuple[int, int]) -> list[list[int]]:
     return [
         [draw.randrange(_SPECIAL_TOKENS, VOCABULARY) for _ in range(draw.randint(*tokens))] for _ in range(_PROMPTS)
     ]
-
-
-def measure(
-    engines: Engines,
-    level: Level,
-    traffic: Traffic,
-    rounds: int,
-    on_round: Callable[[int], None] = lambda done: None,
-) -> LoadRow:
-    """Measure live engines at a level of load, in turn, after one round that does not count.
-
-    Where the number of draft tokens is chosen at run time, each engine first has more such rounds, to settle.
-
-    Raises:
-        CommandError: an engine failed.
-    """
-    engines.in_turn([traffic.load(level, seed=0)])
-    first, *loads = (traffic.load(level, seed, fills=False) for seed in range(rounds + 1))
-    settled = monotonic() + SETTLES_S * len(engines.processes)
-    while engines.chooses_length and monotonic() < settled:
-        engines.in_turn([first])
-    taken = engines.in_turn(loads, on_round)
-    measured = [[LoadRound.model_validate(one) for one in answers] for answers in taken]
-    if level.concurrency is not None:
-        called_for = prompts_per_token(list(itertools.chain.from_iterable(measured)))
-        measured = [balanced(rounds, called_for, usual_seconds(rounds)) for rounds in measured]
-    return LoadRow(k=engines.k, level=level, names=engines.names, rounds=measured)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from vllm_eagle_mrv2.cli.load.types import LoadRound
+from vllm_eagle_mrv2.cli.common.load.types import LoadRound
 
 _Setting = TypeVar("_Setting")
 _FEWEST = 20

@@ -7,77 +7,24 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli.bench.shapes import OWN_HEAD_PLUGIN, Shape, kv_cache_bytes, write_configs, write_own_head
-from vllm_eagle_mrv2.cli.bench.types import Batch, Job, Round, Row, Started
-from vllm_eagle_mrv2.cli.engine_process import EngineProcess, environment
-from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.common.engine_process import EngineProcess, environment
+from vllm_eagle_mrv2.cli.common.errors import CommandError
+from vllm_eagle_mrv2.cli.common.subject import FIXED_KV_CACHE, Subject
+from vllm_eagle_mrv2.cli.common.types import Job, Started
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.options import OPTIONS_KEY
 
 AnyRow = TypeVar("AnyRow")
-WARM_UP_TOKENS = 32
+Method = tuple[str | None, dict[str, Any]]
+"""What an engine drafts with, None for no speculation, and its options of ``eagle_mrv2``."""
 MAX_NUM_SEQS = 64
 """``max_num_seqs`` of all engines unless a batch is larger; the sizes of captured graphs follow from it."""
 CORES = 4
 """CPU cores for each GPU of an engine: as many as its threads keep busy."""
-FIXED_KV_CACHE = "kv_cache_memory_bytes"
-
-
-def _ahead_of_path(variables: Mapping[str, str], *folders: str) -> str:
-    """``PYTHONPATH`` with these folders first."""
-    return os.pathsep.join([*folders, *filter(None, [variables.get("PYTHONPATH")])])
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The models to measure, with their prompts and engine arguments."""
-
-    title: str
-    model: str
-    draft: str | None
-    """Path or hub name of the head; None for an MTP head inside the target."""
-    family: str
-    prompts: list[str] | list[list[int]]
-    arguments: dict[str, Any]
-    """Arguments for ``LLM``."""
-    offline: bool = False
-    plugins: dict[str, str] = field(default_factory=dict)
-    """vLLM plugins that the engines load in addition to the installed ones: name -> folder."""
-
-    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """The environment variables that the plugins change."""
-        if not self.plugins:
-            return {}
-        changed = {"PYTHONPATH": _ahead_of_path(variables, *self.plugins.values())}
-        if "VLLM_PLUGINS" in variables:
-            changed["VLLM_PLUGINS"] = ",".join([variables["VLLM_PLUGINS"], *self.plugins])
-        return changed
-
-
-def shape_subject(
-    folder: Path, shape: Shape, family: str, prompts: list[list[int]], tokens_in_flight: int = 0
-) -> Subject:
-    """A subject with random weights in a published shape; its configurations are written into ``folder``.
-
-    Args:
-        tokens_in_flight: of all requests at a time; the KV cache has room for them.
-    """
-    target, draft = write_configs(folder, shape, family)
-    arguments = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_model_len": 4096,
-        "max_num_batched_tokens": 8192,  # as vLLM serves on an H100 or H200
-        FIXED_KV_CACHE: max(4 * 2**30, kv_cache_bytes(shape, tokens_in_flight)),
-    }
-    title = f"shape {shape.value}, {family}, random weights"
-    plugins = {OWN_HEAD_PLUGIN: write_own_head(folder / "plugins")} if family == "eagle3" else {}
-    return Subject(title, target, draft, family, prompts, arguments, offline=True, plugins=plugins)
 
 
 @dataclass(frozen=True)
@@ -85,6 +32,8 @@ class Setup:
     """An engine of ``eagle_mrv2``, and how it is set up."""
 
     subject: Subject
+    worker: str
+    """The module that an engine's process runs."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of ``eagle_mrv2``."""
     acceptance: Sequence[float] = ()
@@ -95,8 +44,6 @@ class Setup:
     gpu_memory_utilization: float | None = None
     ignore_eos: bool = True
     verbose: bool = False
-    worker: str = "vllm_eagle_mrv2.cli.bench.worker"
-    """The module that an engine's process runs."""
 
     @property
     def chooses_length(self) -> bool:
@@ -104,9 +51,14 @@ class Setup:
         return self.options.get("draft_length") == "auto"
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the engines."""
-        return (METHOD,)
+    def ours(self) -> str:
+        """The method of ``eagle_mrv2`` for the subject's head."""
+        return f"{METHOD}:{self.subject.family}"
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """The methods of the engines, by their names."""
+        return {METHOD: (self.ours, self.options)}
 
     @contextmanager
     def engines(self, k: int) -> Iterator[Engines]:
@@ -117,22 +69,20 @@ class Setup:
         """
         jobs, started = self.jobs(k), []
         with ExitStack() as stack:
-            processes = [
-                stack.enter_context(self._process(name, job.method)) for name, job in zip(self.names, jobs, strict=True)
-            ]
+            processes = {name: stack.enter_context(self._process(name, job.method)) for name, job in jobs.items()}
             # An engine that sizes its KV cache by the free memory must start while no other engine allocates.
-            alone = FIXED_KV_CACHE not in jobs[0].arguments | jobs[0].overrides
-            for process, job in zip(processes, jobs, strict=True):
-                process.send(job)
+            alone = any(FIXED_KV_CACHE not in job.arguments | job.overrides for job in jobs.values())
+            for name, process in processes.items():
+                process.send(jobs[name])
                 if alone:
                     started.append(process.receive())
             if not alone:
-                started = [process.receive() for process in processes]
-            engines = Engines(k, self.names, tuple(processes), Started.model_validate(started[0]), self.chooses_length)
+                started = [process.receive() for process in processes.values()]
+            engines = Engines(k, processes, Started.model_validate(started[0]), self.chooses_length)
             if len(processes) > 1 and engines.started.device != "cpu":
-                self._share_cores(*processes)
+                self._share_cores(*processes.values())
             yield engines
-            for process in processes:
+            for process in processes.values():
                 process.finish()
 
     def measured(
@@ -178,17 +128,12 @@ class Setup:
         variables = environment(method, **({"HF_HUB_OFFLINE": "1"} if self.subject.offline else {}))
         return variables | self.subject.environment(variables)
 
-    def jobs(self, k: int) -> tuple[Job, ...]:
-        """The jobs of the engines."""
-        return (self.job(k, f"{METHOD}:{self.subject.family}", self.options),)
+    def jobs(self, k: int) -> dict[str, Job]:
+        """The jobs of the engines, by their names."""
+        return {name: self.job(k, *method) for name, method in self.methods.items()}
 
-    def job(self, k: int, method: str, options: dict[str, Any], further: Mapping[str, Any] = {}) -> Job:
-        """The job of an engine that drafts ``k`` tokens with a method.
-
-        Args:
-            options: of ``eagle_mrv2``.
-            further: for the speculative configuration.
-        """
+    def job(self, k: int, method: str | None, options: dict[str, Any]) -> Job:
+        """The job of an engine that drafts ``k`` tokens with a method and options of ``eagle_mrv2``."""
         overrides = dict(self.overrides)
         speculative = {**overrides.pop("speculative_config", {}), "method": method, "num_speculative_tokens": k}
         if self.subject.draft is not None:
@@ -196,13 +141,12 @@ class Setup:
         if self.acceptance:
             speculative["rejection_sample_method"] = "synthetic"
             speculative["synthetic_acceptance_rates"] = list(self.acceptance[:k])
-        speculative.update(further)
         if options:
             overrides["additional_config"] = {**overrides.get("additional_config", {}), OPTIONS_KEY: options}
         fixed = FIXED_KV_CACHE in self.subject.arguments | overrides
         arguments = {
             "max_num_seqs": self.max_num_seqs,
-            "gpu_memory_utilization": self.gpu_memory_utilization or (0.1 if fixed else 0.84 / len(self.names)),
+            "gpu_memory_utilization": self.gpu_memory_utilization or (0.1 if fixed else 0.84 / len(self.methods)),
             "enable_prefix_caching": False,  # or a round would reuse the prefills of the previous one
             "disable_log_stats": False,
             "seed": 0,
@@ -210,7 +154,7 @@ class Setup:
         }
         return Job(
             model=self.subject.model,
-            speculative_config=speculative,
+            speculative_config=None if method is None else speculative,
             arguments=arguments,
             overrides=overrides,
             prompts=self.subject.prompts,
@@ -224,10 +168,6 @@ class Comparison(Setup):
 
     against_ours: bool = False
     """Compare with ``eagle_mrv2`` without the behaviours in ``disable``, instead of with the stock speculator."""
-    before: Path | None = None
-    """Folder of another version of this package, whose ``eagle_mrv2`` is the one to compare with."""
-    stock_speculative: dict[str, Any] = field(default_factory=dict)
-    """What to add to the speculative configuration of the stock speculator."""
     disable: list[str] = field(default_factory=list)
     control: bool = False
     """Start the engine to compare against twice, to see by how much two equal engines differ."""
@@ -235,35 +175,21 @@ class Comparison(Setup):
     """Start an engine without speculation, too."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the engines."""
-        against, ours = self._names
-        again, baseline = (f"{against} again",), ("no speculation",)
-        return (against, *(again if self.control else ()), *(baseline if self.baseline else ()), ours)
+    def sides(self) -> tuple[tuple[str, Method], tuple[str, Method]]:
+        """Name and method of the engine to compare against, and of ours."""
+        name = f"{METHOD} without {', '.join(self.disable)}" if self.disable else METHOD
+        reduced = (self.ours, self.options | ({"disable": self.disable} if self.disable else {}))
+        if self.against_ours:
+            return (name, reduced), (METHOD, (self.ours, self.options))
+        return ("stock", (self.subject.family, {})), (name, reduced)
 
     @property
-    def _names(self) -> tuple[str, str]:
-        if self.before is not None:
-            return (f"{METHOD} of {self.before.name}", METHOD)
-        reduced = f"{METHOD} without {', '.join(self.disable)}" if self.disable else METHOD
-        return (reduced, METHOD) if self.against_ours else ("stock", reduced)
-
-    def jobs(self, k: int) -> tuple[Job, ...]:
-        """The jobs of the engines."""
-        ours = f"{METHOD}:{self.subject.family}"
-        reduced = self.options | ({"disable": self.disable} if self.disable else {})
-        if self.against_ours or self.before is not None:
-            against, last = self.job(k, ours, reduced), self.job(k, ours, self.options)
-        else:
-            against, last = self.job(k, self.subject.family, {}, self.stock_speculative), self.job(k, ours, reduced)
-        baseline = against.model_copy(update={"speculative_config": None})
-        return (against, *((against,) if self.control else ()), *((baseline,) if self.baseline else ()), last)
-
-    def _environment(self, name: str, method: str | None) -> dict[str, str]:
-        variables = super()._environment(name, method)
-        if name != METHOD and self.before is not None:
-            variables["PYTHONPATH"] = _ahead_of_path(variables, str(self.before.resolve()))
-        return variables
+    def methods(self) -> dict[str, Method]:
+        """The methods of the engines, by their names."""
+        (against, its), (name, ours) = self.sides
+        again: dict[str, Method] = {f"{against} again": its} if self.control else {}
+        baseline: dict[str, Method] = {"no speculation": (None, {})} if self.baseline else {}
+        return {against: its, **again, **baseline, name: ours}
 
 
 @dataclass(frozen=True)
@@ -271,26 +197,16 @@ class Engines:
     """Live engines: first the one to compare against, last ``eagle_mrv2``."""
 
     k: int
-    names: tuple[str, ...]
-    processes: tuple[EngineProcess, ...]
+    processes: Mapping[str, EngineProcess]
+    """By the engines' names."""
     started: Started
     chooses_length: bool = False
     """Whether ``eagle_mrv2`` chooses the number of draft tokens at run time, up to ``k``."""
 
-    def compare(
-        self, batch: int, rounds: int, max_tokens: int, on_round: Callable[[int], None] = lambda done: None
-    ) -> Row:
-        """Measure a batch size with two engines.
-
-        Raises:
-            CommandError: an engine failed.
-        """
-        for process in 2 * self.processes:
-            process.ask(Batch(size=batch, max_tokens=min(max_tokens, WARM_UP_TOKENS)))
-        jobs = rounds * [Batch(size=batch, max_tokens=max_tokens)]
-        against, ours = ([Round.model_validate(one) for one in taken] for taken in self.in_turn(jobs, on_round))
-        first, last = self.names
-        return Row(k=self.k, batch=batch, names=(first, last), against=against, eagle_mrv2=ours)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the engines."""
+        return tuple(self.processes)
 
     def in_turn(
         self, jobs: Sequence[BaseModel], on_round: Callable[[int], None] = lambda done: None
@@ -300,7 +216,7 @@ class Engines:
         Raises:
             CommandError: an engine failed.
         """
-        return in_turn([process.ask for process in self.processes], jobs, on_round)
+        return in_turn([process.ask for process in self.processes.values()], jobs, on_round)
 
 
 def in_turn(

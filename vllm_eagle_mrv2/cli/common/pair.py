@@ -10,7 +10,7 @@ from enum import Enum
 from itertools import chain
 from pathlib import Path
 
-from vllm_eagle_mrv2.cli.errors import CommandError
+from vllm_eagle_mrv2.cli.common.errors import CommandError
 
 PAIR = Path(__file__).resolve().parents[2] / "demo_pair"
 """The packaged pair: a small trained target, an EAGLE and an EAGLE-3 head for it."""
@@ -84,9 +84,3 @@ def load_prompts() -> list[str]:
     except OSError as error:
         raise CommandError(f"the packaged demo pair is missing ({error}); reinstall vllm-eagle-mrv2.", 2) from None
     return prompts
-
-
-def require_vllm() -> None:
-    """Raise `CommandError` if vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise CommandError("vLLM is not installed here: install a release that this package supports.", 2)

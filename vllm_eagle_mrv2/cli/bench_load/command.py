@@ -1,8 +1,8 @@
 """``vllm-eagle-mrv2 bench-load``: measures the stock speculator and ``eagle_mrv2`` under continuous load.
 
 Requests come and go, so most iterations mix prefills with decodes, as on a server.  All engines are live and take turns
-with the same requests (`cli.bench.engines`).  Two of them are stock's: a difference that is not larger than theirs is
-no difference (`cli.load.types`).
+with the same requests (`cli.common.engines`).  Two of them are stock's: a difference that is not larger than theirs is
+no difference (`cli.bench_load.types`).
 
 Exit codes: 0, every row has a verdict, or its control was left out; 1, in one two engines of the same kind differ too
 much or a round was too short, or an engine failed; 2, the bench could not be started as asked.
@@ -18,25 +18,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vllm_eagle_mrv2.cli.bench import arguments
-from vllm_eagle_mrv2.cli.bench.engines import MAX_NUM_SEQS, Comparison, Engines
-from vllm_eagle_mrv2.cli.demo.pair import require_vllm
-from vllm_eagle_mrv2.cli.errors import reported
-from vllm_eagle_mrv2.cli.load.arguments import (
-    Acceptance,
-    OutputTokens,
-    PromptTokens,
-    Temperature,
-    TopP,
-    check_range,
-    shares_of,
-)
-from vllm_eagle_mrv2.cli.load.report import LoadReport
-from vllm_eagle_mrv2.cli.load.traffic import USUAL_PROMPTS, Traffic, measure, random_prompts
-from vllm_eagle_mrv2.cli.load.types import Level, LoadRow
-from vllm_eagle_mrv2.cli.progress import Track, progress
+from vllm_eagle_mrv2.cli.bench_load.measurement import measure
+from vllm_eagle_mrv2.cli.bench_load.report import LoadReport
+from vllm_eagle_mrv2.cli.bench_load.types import LoadRow
+from vllm_eagle_mrv2.cli.common import arguments
+from vllm_eagle_mrv2.cli.common.engines import MAX_NUM_SEQS, Comparison, Engines
+from vllm_eagle_mrv2.cli.common.errors import reported
+from vllm_eagle_mrv2.cli.common.installed import require_vllm, versions
+from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS, WORKER, Traffic, random_prompts
+from vllm_eagle_mrv2.cli.common.load.types import Level
+from vllm_eagle_mrv2.cli.common.progress import Track, progress
+from vllm_eagle_mrv2.cli.common.subject import ShapeRequests, subject_of
 
-WORKER = "vllm_eagle_mrv2.cli.load.worker"
 _ROUNDS, _ROUNDS_ON_CPU = 15, 2
 
 
@@ -60,12 +53,12 @@ def bench_load(
         int | None,
         typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4; 30 s at a rate)."),
     ] = None,
-    prompt_tokens: PromptTokens = USUAL_PROMPTS,
-    output_tokens: OutputTokens = (64, 256),
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    acceptance: Acceptance = None,
-    option: arguments.Options = "{}",
+    prompt_tokens: arguments.PromptTokens = USUAL_PROMPTS,
+    output_tokens: arguments.OutputTokens = (64, 256),
+    temperature: arguments.Temperature = 0.0,
+    top_p: arguments.TopP = 1.0,
+    acceptance: arguments.Acceptance = None,
+    option: arguments.MethodOptions = "{}",
     engine: arguments.EngineArguments = "{}",
     control: Annotated[
         bool, typer.Option(help="Start a second engine with stock's method, to see what a difference is worth.")
@@ -87,20 +80,18 @@ def bench_load(
     with reported(errors, as_json=json_output == "-"):
         require_vllm()
         arguments.check_outputs(json_output, plot)
-        shares = shares_of(acceptance, shape, max(k))
-        check_range("--prompt-tokens", *prompt_tokens)
-        check_range("--output-tokens", *output_tokens)
+        shares = arguments.shares_of(acceptance, shape, max(k))
+        arguments.check_range("--prompt-tokens", *prompt_tokens)
+        arguments.check_range("--output-tokens", *output_tokens)
         levels = [Level(concurrency=one) for one in concurrency or ([] if rate else [8])]
         levels += [Level(rate=one) for one in rate or []]
         traffic = Traffic(output_tokens, temperature, top_p, requests)
         most = max(level.concurrency or MAX_NUM_SEQS for level in levels)
-        of_shape = arguments.ShapeRequests(
-            random_prompts(prompt_tokens), most * traffic.tokens_of_a_request(prompt_tokens)
-        )
+        of_shape = ShapeRequests(random_prompts(prompt_tokens), most * traffic.tokens_of_a_request(prompt_tokens))
         overrides = arguments.json_object("--engine", engine)
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
-                subject=arguments.subject_of(
+                subject=subject_of(
                     Path(folder), model, draft, family, shape, prompts, max_model_len, overrides, of_shape
                 ),
                 options=arguments.method_options(option, []),
@@ -135,6 +126,4 @@ def _run(
             yield measure(engines, level, traffic, how_often, on_round)
 
     started, rows, failed = comparison.measured(ks, rows_of, lambda k: track(f"K={k}, start of the engines", 1))
-    return LoadReport(
-        title=comparison.subject.title, versions=arguments.versions(), started=started, rows=rows, error=failed
-    )
+    return LoadReport(title=comparison.subject.title, versions=versions(), started=started, rows=rows, error=failed)

@@ -1,0 +1,1 @@
+"""What `bench-load` and `tune` share: the load that engines get, and how they serve it."""
