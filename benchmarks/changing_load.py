@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import iteration_trace
 from pydantic import BaseModel, RootModel
 
 from vllm_eagle_mrv2.cli.common.engine_process import serve
@@ -60,6 +61,9 @@ class Courses(BaseModel):
 
 class Task(RootModel[Changes | Load]):
     """What the engine is asked for."""
+
+
+iteration_trace.install()  # vLLM's worker imports this module, in the process of the engine core on one GPU
 
 
 class AcceptanceRates:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import changing_load
+import iteration_trace
 from changing_load import Changes, Courses, Phase
 
 from vllm_eagle_mrv2.cli.common.engines import Engines, Setup
@@ -124,6 +125,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="of each number of requests")
     parser.add_argument("--changes", action="store_true", help="of the load and of what is accepted, too")
     parser.add_argument("--seconds", type=float, default=12.0, help="of a phase, at least six")
+    parser.add_argument("--trace", type=Path, help="write the engine's iterations here; see iteration_trace.py")
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engine, as JSON")
     parser.add_argument("--option", type=json.loads, default={}, help="further options of eagle_mrv2, as JSON")
     options = parser.parse_args()
@@ -131,6 +133,8 @@ def main() -> int:
         parser.error("nothing to measure: name a kind after --accepted, or give --changes")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     here = str(Path(__file__).resolve().parent)
+    if options.trace:
+        os.environ[iteration_trace.VARIABLE] = str(options.trace.resolve())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         subject = shape_subject(Path(folder), options.shape, options.family, random_prompts(USUAL_PROMPTS))

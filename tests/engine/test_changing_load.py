@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -25,9 +26,15 @@ def lengths() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def live(lengths: ModuleType) -> Iterator[Engines]:
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "iterations.csv"
+
+
+@pytest.fixture(scope="module")
+def live(lengths: ModuleType, trace: Path) -> Iterator[Engines]:
     """The engine, which accepts drafts at random."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLE_MRV2_TRACE", str(trace))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]))
         arguments = {"max_model_len": 512, "kv_cache_memory_bytes": 2**29}
         subject = Subject("", str(PAIR / "target"), str(PAIR / "eagle3"), "eagle3", load_prompts(), arguments, True)
@@ -74,3 +81,15 @@ def test_the_load_changes(lengths: ModuleType, live: Engines) -> None:
     assert min(lengths.settled({K: courses})[str(K)]) > 0
     assert {len(one.tokens_per_second) for one in courses.phases} == {14}
     assert {length for one in courses.phases for length in one.draft_length[1:]} == {K}
+
+
+def test_iterations_are_traced(lengths: ModuleType, live: Engines, trace: Path) -> None:
+    lengths.ask(live, [lengths.Phase(concurrency=2, seconds=2.0, acceptance=[1.0, 1.0])], K)
+    columns, *rows = (line.split(",") for line in trace.read_text().splitlines())
+    microseconds, decodes, length, prefilled, chosen, held, accepted = range(len(columns))
+    full = [row for row in rows if row[decodes] == row[length] == row[held] == str(K)]
+    assert full
+    assert {row[chosen] for row in full} == {str(K)}
+    assert f"{K}:2" in {row[accepted] for row in full}
+    assert all(int(row[microseconds]) > 0 for row in rows)
+    assert any(int(row[prefilled]) for row in rows)
