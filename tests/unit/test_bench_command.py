@@ -114,6 +114,15 @@ def test_wrong_usage_starts_no_engine(arguments: list[str], sentence: str) -> No
 
 
 @pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize("command", ["bench", "bench-load", "tune", "demo"])
+def test_a_plugin_that_vllm_does_not_load_starts_no_engine(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "lora")
+    result = CliRunner().invoke(app, [command], env={"COLUMNS": "300"})
+    assert result.exit_code == 2, result.output
+    assert "set VLLM_PLUGINS=lora,eagle_mrv2, or unset it" in " ".join(result.output.split())
+
+
+@pytest.mark.usefixtures("no_engine")
 def test_a_drawing_without_matplotlib_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     present = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else present(name))

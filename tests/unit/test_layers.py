@@ -39,3 +39,12 @@ def test_a_module_imports_from_its_own_layer_or_lower_ones() -> None:
         names = [name for name in imported(ast.parse(file.read_text())) if name.startswith(f"{PACKAGE.name}.")]
         upward += [f"{file.relative_to(PACKAGE)}: {name}" for name in names if name.split(".")[1] in LAYERS[own + 1 :]]
     assert upward == []
+
+
+def test_commands_share_through_the_common_folder() -> None:
+    found = []
+    for file in (PACKAGE / "cli").glob("*/**/*.py"):
+        rooms = ("common", file.relative_to(PACKAGE).parts[1])
+        parts = [name.split(".") for name in imported(ast.parse(file.read_text()))]
+        found += [f"{file.name}: {one}" for one in parts if one[:2] == [PACKAGE.name, "cli"] and one[2] not in rooms]
+    assert found == []

@@ -20,7 +20,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from vllm_eagle_mrv2 import __version__, releases
-from vllm_eagle_mrv2.cli.common.installed import quiet, version_of
+from vllm_eagle_mrv2.cli.common.installed import is_registered, quiet, version_of, why_not_loaded
 from vllm_eagle_mrv2.cli.doctor.preflight import Deployment, examine_deployment
 from vllm_eagle_mrv2.cli.doctor.recorded import NoSurface, load_surface
 from vllm_eagle_mrv2.cli.doctor.report import (
@@ -44,7 +44,6 @@ from vllm_eagle_mrv2.releases.spec import Release
 from vllm_eagle_mrv2.releases.surface import check_installed, check_recorded
 from vllm_eagle_mrv2.releases.v2_limits import limits_of
 
-PLUGIN_GROUP = "vllm.general_plugins"
 _PLAIN_WIDTH = 140
 _NAMED = 3
 
@@ -163,32 +162,15 @@ def _reason(error: BaseException) -> str:
 
 
 def _plugin() -> PluginReport:
-    """Whether vLLM loads the plugin, by vLLM's rule: VLLM_PLUGINS, if set, lists the names, spaces included."""
-    registered = any(entry.name == METHOD for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP))
-    wanted = os.environ.get("VLLM_PLUGINS")
     return PluginReport(
-        registered=registered,
-        vllm_plugins=wanted,
-        loaded=registered and (wanted is None or METHOD in wanted.split(",")),
+        registered=is_registered(), vllm_plugins=os.environ.get("VLLM_PLUGINS"), loaded=why_not_loaded() is None
     )
 
 
 def _check_plugin(report: DoctorReport) -> None:
-    plugin = report.plugin
-    if plugin is None or plugin.loaded:
-        return
-    if not plugin.registered:
-        report.problems.append(
-            f"the entry point {METHOD} of the group {PLUGIN_GROUP} is not registered, so vLLM never loads the plugin; "
-            "install vllm-eagle-mrv2 with pip into the environment of vLLM."
-        )
-    else:
-        names = [name.strip() for name in (plugin.vllm_plugins or "").split(",")]
-        others = [name for name in names if name not in ("", METHOD)]
-        report.problems.append(
-            f"VLLM_PLUGINS={plugin.vllm_plugins} keeps vLLM from loading this plugin; "
-            f"set VLLM_PLUGINS={','.join([*others, METHOD])}, or unset it."
-        )
+    why = None if report.plugin is None else why_not_loaded()
+    if why is not None:
+        report.problems.append(why)
 
 
 def _check_kill_switch(report: DoctorReport) -> None:
