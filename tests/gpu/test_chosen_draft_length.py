@@ -20,6 +20,7 @@ from support import (
     speculator_of,
 )
 
+from vllm_eagle_mrv2.draft_length.notes import graph_times_of
 from vllm_eagle_mrv2.kernels import single_token_attention
 
 from .test_graphs import counted_replays
@@ -61,6 +62,21 @@ def test_every_number_has_its_graphs(constant: tuple[list[list[int]], list[float
             # But for the last few, which verify what still fits, and the first.
             assert replayed[1 + length] > iterations - 4
             assert counts["both"] > iterations - 4
+
+
+def test_graphs_are_timed(constant: tuple[list[list[int]], list[float]]) -> None:
+    """Before the first request, and once more; the output stays the same."""
+    with engine("eagle_mrv2", k=K, options=AUTO) as llm:
+        again = speculator_of(llm).drafter.graphs.times()
+        noted = graph_times_of(llm.llm_engine.vllm_config)
+        assert [one[:2] for one in noted] == [one[:2] for one in again]
+        assert {one.length for one in again} == set(LENGTHS)
+        assert {one.requests for one in again} >= {1, 4, 16}
+        for one in again:
+            assert 0 < one.seconds < 0.1
+        of_one = {one.length: one.seconds for one in again if one.requests == 1}
+        assert of_one[0] < of_one[5] < 3 * of_one[0]
+        assert greedy(llm, PROMPTS, TOKENS) == constant[0]
 
 
 def test_the_number_may_change_all_the_time(constant: tuple[list[list[int]], list[float]]) -> None:

@@ -9,7 +9,7 @@ import lzma
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -20,6 +20,7 @@ import pytest
 from vllm_eagle_mrv2.cli.common.load.traffic import USUAL_PROMPTS
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength, Gain, Trial, group_of, requests_of
+from vllm_eagle_mrv2.draft_length.notes import GraphTime
 from vllm_eagle_mrv2.draft_length.times import Extra, Iteration, Times, Workload
 from vllm_eagle_mrv2.telemetry import counters
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
@@ -717,11 +718,11 @@ def test_times_of_a_real_engine_are_found() -> None:
 class Steps:
     """A chooser on a clock that stands still between iterations."""
 
-    def __init__(self, lengths: tuple[int, ...] = LENGTHS) -> None:
+    def __init__(self, lengths: tuple[int, ...] = LENGTHS, graph_times: Sequence[GraphTime] = ()) -> None:
         self.now = 100.0
         counter = DraftCounter()
         self.slots = counter.slots
-        self.chooser = DraftLength(lengths, CAPTURED, lambda: self.now, counter)
+        self.chooser = DraftLength(lengths, CAPTURED, lambda: self.now, counter, graph_times)
 
     @property
     def changes(self) -> int:
@@ -976,6 +977,23 @@ def test_a_trial_ends_with_its_number_of_requests() -> None:
     assert steps.chooser.choose(64) == 1
     assert steps.chooser.choose(16) == 1
     assert steps.chooser._trial is None
+
+
+def test_graph_times_are_known_from_the_beginning() -> None:
+    """All but what is around the graphs; so the best number is soon in force without a trial."""
+    timed = [GraphTime(n, k, 1e-3 * (5 + n / 64) * (1 + 0.02 * k)) for n in (1, 16) for k in LENGTHS]
+    chooser = DraftLength(LENGTHS, CAPTURED, graph_times=[*timed, GraphTime(64, 0, 0.1)])
+    assert set(chooser._times) == {group_of(1), group_of(16)}, "64 lacks numbers"
+    steps = Steps(graph_times=timed)
+    tried: list[bool] = []
+    while steps.chooser.length != 5:
+        tried.append(steps.chooser._trial is not None)
+        length = steps.chooser.choose(4)
+        steps.step(4, length, 1.3 * 5e-3 * (1 + 0.02 * length), kept=length)
+        assert len(tried) < 20
+    assert not any(tried)
+    for one in LENGTHS:
+        assert plain_of(steps.chooser._times[group_of(4)])[one] == pytest.approx(6.5e-3 * (1 + 0.02 * one), rel=0.05)
 
 
 def test_the_first_number_in_force_is_no_trial() -> None:

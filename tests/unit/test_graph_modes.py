@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import torch
 
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.draft_length.notes import GraphTime
+from vllm_eagle_mrv2.drafting import graphs
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs
 from vllm_eagle_mrv2.drafting.drafter import Drafter
 from vllm_eagle_mrv2.drafting.loop import GraphRun
@@ -346,6 +349,44 @@ def test_first_drafts_after_none_are_warmed_up(
     graphs._capture_prefills()
     assert passes == [Inputs(num_reqs, NONE) for num_reqs in warmed_up]
     assert not torch.is_inference_mode_enabled()
+
+
+class Phase(NamedTuple):
+    """A descriptor of uniform requests."""
+
+    num_reqs: int
+    uniform_token_count: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_reqs * self.uniform_token_count
+
+
+def test_graphs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For about 1, 4, 16, 64 and 256 requests with each number of drafts, where the target has such a graph as well."""
+    known = [Phase(requests, tokens) for requests in (1, 2, 4, 8, 24, 32) for tokens in (1, 4)]
+    target = SimpleNamespace(graphs=dict.fromkeys(set(known) - {Phase(32, 4)}))
+    drafter = drafter_for(prefill_cudagraph_manager=SimpleNamespace(graphs=dict.fromkeys(known)))
+    own, steps = drafter.graphs, []
+    assert own.times() == []
+    own.target_graphs = lambda: target
+    assert own.times() == []
+    own._phase_graphs = set(known)  # type: ignore[arg-type]
+    monkeypatch.setattr(own, "_dummy_prefill", lambda one: steps.append((one, own.adapter.capturing)))
+
+    def seconds_of(of_target: Any, of_draft: Any, one: Any) -> float:
+        assert (of_target, of_draft) == (target, drafter.stock.prefill_cudagraph_manager)
+        steps.append(one)
+        drafter.loop.queue.taken += 3  # as replays do
+        return float(one.num_tokens)
+
+    monkeypatch.setattr(graphs, "seconds_of", seconds_of)
+    found = own.times()
+    sizes = [(1, 1), (1, 4), (4, 1), (4, 4), (24, 1), (32, 1), (24, 4)]
+    assert found == [GraphTime(requests, tokens - 1, requests * tokens) for requests, tokens in sizes]
+    assert steps == list(itertools.chain.from_iterable(((Phase(*size), True), Phase(*size)) for size in sizes))
+    assert not own.adapter.capturing
+    assert not drafter.loop.queue.taken
 
 
 class Inputs(NamedTuple):

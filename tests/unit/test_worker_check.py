@@ -14,6 +14,7 @@ import pytest
 from vllm_eagle_mrv2 import patches
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.draft_length.notes import GraphTime, graph_times_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches import sent_settings, worker_check
 from vllm_eagle_mrv2.patches.wrap import wrap
@@ -111,6 +112,19 @@ class TestEngineCore:
         with pytest.raises(EagleMRV2Error, match="the worker of rank 1 drafts with "):
             bad._initialize_kv_caches(config)
         assert bad.calls == [worker_check.complaint, "shutdown"]
+
+    def test_workers_are_asked_what_their_graphs_take(self, core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the number of draft tokens is chosen, once the graphs are there."""
+        monkeypatch.setattr(worker_check, "lengths_to_choose_from", lambda config: (0, 1))
+        monkeypatch.setattr(patches, "apply", lambda *given: None)
+        engine = core([OURS])
+        config = SimpleNamespace(speculative_config=marked(SimpleNamespace(method="eagle")))
+        drafter = SimpleNamespace(graphs=SimpleNamespace(times=lambda: [GraphTime(1, 0, 0.5)]))
+        monkeypatch.setattr(worker_check, "drafter_of", lambda speculator: drafter)
+        engine._initialize_kv_caches(config)
+        assert engine.calls == [worker_check.complaint, "caches", worker_check.graph_times]
+        assert graph_times_of(config) == [GraphTime(1, 0, 0.5)]
+        assert graph_times_of(SimpleNamespace()) == []
 
     @pytest.mark.parametrize("speculative_config", [None, SimpleNamespace(method="eagle")])
     def test_stocks_are_asked_nothing(self, speculative_config: Any, core: Any) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_eagle_mrv2.draft_length.acceptance import Acceptance
+from vllm_eagle_mrv2.draft_length.notes import GraphTime
 from vllm_eagle_mrv2.draft_length.times import Extra, Iteration, Times, Vector, Workload
 from vllm_eagle_mrv2.telemetry import counters
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
@@ -108,6 +109,7 @@ class DraftLength:
         captured: the most tokens of an iteration that a CUDA graph holds.
         clock: returns seconds.
         counter: counts what was expected beside what came; its `HELD` slot may hold a number.
+        graph_times: what the graphs of iterations take, for some numbers of requests and each of ``lengths``.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class DraftLength:
         captured: int,
         clock: Callable[[], float] = time.monotonic,
         counter: DraftCounter | None = None,
+        graph_times: Iterable[GraphTime] = (),
     ) -> None:
         self.lengths = lengths
         self.acceptance = Acceptance(lengths[-1])
@@ -125,7 +128,7 @@ class DraftLength:
         self._clock = clock
         self._slots = (counter or DraftCounter()).slots
         self._in_force: dict[int, int] = {}  # by group
-        self._times: dict[int, Times] = {}
+        self._times = dict(_by_graphs(lengths, graph_times))
         self._workload = Workload()
         self._extra = Extra()  # of the iteration before
         self._waits: tuple[Iteration, Extra, Made] | None = None  # that iteration, what the one before it had
@@ -290,6 +293,15 @@ class DraftLength:
             "eagle_mrv2 drafts %d tokens instead of %d for about %d requests", best, in_force, requests_of(group)
         )
         return True
+
+
+def _by_graphs(lengths: tuple[int, ...], graph_times: Iterable[GraphTime]) -> Iterator[tuple[int, Times]]:
+    """Groups of numbers of decodes with what is expected of them, where the graphs of all lengths were timed."""
+    seconds = {(one.requests, one.length): one.seconds for one in graph_times}
+    for requests in sorted({requests for requests, _ in seconds}):
+        if all((requests, length) in seconds for length in lengths):
+            plain = np.array([seconds[requests, length] for length in lengths])
+            yield group_of(requests), Times.of_graphs(lengths, plain)
 
 
 def group_of(requests: int) -> int:

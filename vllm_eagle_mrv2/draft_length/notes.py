@@ -6,6 +6,15 @@ from typing import Any, NamedTuple
 
 _PLAN = "eagle_mrv2_plan"
 _DRAFTED = "eagle_mrv2_drafted"
+_GRAPH_TIMES = "eagle_mrv2_graph_times"
+
+
+class GraphTime(NamedTuple):
+    """What the CUDA graphs of an iteration take, the target's and the draft's."""
+
+    requests: int
+    length: int  # drafts that each of them verifies, and has made
+    seconds: float
 
 
 class Plan(NamedTuple):
@@ -15,6 +24,17 @@ class Plan(NamedTuple):
     verified: int  # drafts of each decode, from the iteration before
     decodes: int
     prefilled: int  # tokens of other requests
+
+
+def note_graph_times(vllm_config: Any, times: list[GraphTime]) -> None:
+    """Note what the workers' graphs take in the configuration of their engine core."""
+    vars(vllm_config)[_GRAPH_TIMES] = times
+
+
+def graph_times_of(vllm_config: Any) -> list[GraphTime]:
+    """Return what the workers' graphs take; nothing where that is not noted."""
+    times: list[GraphTime] = vars(vllm_config).get(_GRAPH_TIMES, [])
+    return times
 
 
 def note_plan(noted: Any, plan: Plan) -> None:

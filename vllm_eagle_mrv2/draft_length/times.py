@@ -55,6 +55,8 @@ _EXTRA = np.array([_MAY_TAKE.prefills, *_MAY_TAKE, *_MAY_TAKE])
 """Shares of an iteration that it may take: of the iteration before, its own, and of the one after it."""
 _AT_FIRST = Shares(1.0, 0.5, 0.1, 1.0)
 """After the first iteration."""
+_BY_GRAPHS = Shares(0.3, 0.05, 0.03, 1.0)
+"""After the graphs were timed."""
 _NEXT_GROUP = Shares(0.1, 0.1, 0.03, 0.1)
 """In the next group of decodes, as far as the times differ from this one's."""
 _A_SECOND = Shares(0.03, 0.02, 0.02, 0.02)
@@ -130,6 +132,14 @@ class Times:
         mean = np.concatenate([plain, _EXTRA / len(_EXTRA)])
         times = cls(lengths, iteration.seconds * mean, np.zeros((len(mean), len(mean))))
         times._covariance = iteration.seconds**2 * times._spread(_AT_FIRST)
+        return times
+
+    @classmethod
+    def of_graphs(cls, lengths: Sequence[int], seconds: Vector) -> Times:
+        """Expect times from those of the CUDA graphs alone, [numbers]: what is around them takes time, too."""
+        mean = np.concatenate([seconds, seconds[0] * _EXTRA / len(_EXTRA)])
+        times = cls(lengths, mean, np.zeros((len(mean), len(mean))))
+        times._covariance = seconds[0] ** 2 * times._spread(_BY_GRAPHS)
         return times
 
     def nearby(self, groups: int, further: int) -> Times:

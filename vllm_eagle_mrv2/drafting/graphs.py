@@ -13,12 +13,32 @@ import torch
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import Settings
+from vllm_eagle_mrv2.draft_length.notes import GraphTime
 from vllm_eagle_mrv2.drafting.capture import decode_mode
 from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs, GraphRun
-from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphMode
+from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphManager, GraphMode
 
 if TYPE_CHECKING:
     from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
+
+
+_TIMED_REQUESTS = (1, 4, 16, 64, 256)
+"""Numbers of requests for which graphs are timed, or the next larger captured ones."""
+_REPLAYS = 2
+"""Timed replays of a graph, after one that is not: all take a second or two with an 8B target."""
+
+
+def seconds_of(target: GraphManager, draft: GraphManager, descriptor: Descriptor) -> float:
+    """Time the replay of the target's graph and the draft's; waits for the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for replay in range(1 + _REPLAYS):
+        if replay == 1:
+            begin.record()
+        target.run_fullgraph(descriptor)
+        draft.run_fullgraph(descriptor)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _REPLAYS
 
 
 class DraftGraphs:
@@ -203,6 +223,36 @@ class DraftGraphs:
         self._warm_up_first_drafts()
         loop.queue.clear()
         hooks.on_prefill_end(stock.max_num_reqs)
+
+    @torch.inference_mode()
+    def times(self) -> list[GraphTime]:
+        """Time the graphs of an iteration, the target's and the draft's, after their capture and before any request.
+
+        For some numbers of requests, with each number of drafts; nothing where the draft phase is not one graph.  All
+        ranks replay the same graphs in the same order.
+        """
+        target = None if self.target_graphs is None else self.target_graphs()
+        if target is None or not self._phase_graphs:
+            return []
+        draft, found = self.stock.prefill_cudagraph_manager, []
+        self.adapter.capturing = True
+        try:
+            for descriptor in self._timed_graphs(target):
+                self._dummy_prefill(descriptor)  # leaves inputs of that size in the target's buffers
+                self.loop.queue.clear()
+                seconds = seconds_of(target, draft, descriptor)
+                found.append(GraphTime(descriptor.num_reqs, (descriptor.uniform_token_count or 1) - 1, seconds))
+        finally:
+            self.loop.queue.clear()  # each replay has taken a slot
+            self.adapter.capturing = False
+        return found
+
+    def _timed_graphs(self, target: GraphManager) -> list[Any]:
+        """Descriptors of the phase graphs to time, which the target has as well: for about 1, 4, 16, ... requests."""
+        known: list[Any] = [each for each in self._phase_graphs if each in target.graphs]
+        sizes = sorted({each.num_reqs for each in known})
+        wanted = {min((size for size in sizes if size >= many), default=sizes[-1]) for many in _TIMED_REQUESTS if sizes}
+        return sorted((each for each in known if each.num_reqs in wanted), key=lambda each: each.num_tokens)
 
     def _dummy_prefill(self, descriptor: Descriptor) -> ForwardInputs:
         # At run time the draft prefill reads the target's metadata, so its graphs are captured with those buffers.

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength
-from vllm_eagle_mrv2.draft_length.notes import Plan, note_plan, plan_of
+from vllm_eagle_mrv2.draft_length.notes import Plan, graph_times_of, note_plan, plan_of
 from vllm_eagle_mrv2.patches.wrap import Function
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 
@@ -32,7 +32,9 @@ def chooser_of(scheduler: Any) -> DraftLength | None:
         if lengths:
             counter = DraftCounter.of_rank(config.parallel_config.data_parallel_index)
             sizes = config.compilation_config.cudagraph_capture_sizes
-            known[_CHOOSER] = DraftLength(lengths, max(sizes or [0]), counter=counter)
+            known[_CHOOSER] = DraftLength(
+                lengths, max(sizes or [0]), counter=counter, graph_times=graph_times_of(config)
+            )
     chooser: DraftLength | None = known[_CHOOSER]
     return chooser
 

@@ -16,23 +16,32 @@ from vllm_eagle_mrv2.classes import class_path
 from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.method import settings_of
+from vllm_eagle_mrv2.draft_length.notes import GraphTime, note_graph_times
+from vllm_eagle_mrv2.drafting.drafter import drafter_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches.wrap import Function
 
 
 def workers_asked(original: Function) -> Function:
-    """Wrap ``EngineCore._initialize_kv_caches``, which precedes the scheduler: it asks the workers first."""
+    """Wrap ``EngineCore._initialize_kv_caches``, which precedes the scheduler: it asks the workers first.
+
+    Where the number of draft tokens is chosen, it asks them afterwards what their graphs take.
+    """
 
     def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+        chooses = bool(lengths_to_choose_from(vllm_config))
         if settings_of(vllm_config.speculative_config) is not None:
             try:
                 check(self.collective_rpc(complaint))
             except EagleMRV2Error:
                 self.model_executor.shutdown()  # or worker processes would live as long as this process
                 raise
-            if lengths_to_choose_from(vllm_config):
+            if chooses:
                 patches.apply(patches.Scope.SCHEDULER, releases.installed_version())
-        return original(self, vllm_config)
+        result = original(self, vllm_config)
+        if chooses:
+            note_graph_times(vllm_config, self.collective_rpc(graph_times)[0])
+        return result
 
     return initialize_kv_caches
 
@@ -63,6 +72,12 @@ def complaint(worker: Any) -> str | None:
         return None
     drafter = getattr(runner, "drafter", None) if speculator is None else speculator
     return f"{'nothing' if drafter is None else class_path(type(drafter))}: {_cause(runner)}"
+
+
+def graph_times(worker: Any) -> list[GraphTime]:
+    """What the graphs of an iteration take in a worker; nothing without such graphs."""
+    drafter = drafter_of(worker.model_runner.speculator)
+    return [] if drafter is None else drafter.graphs.times()
 
 
 def _cause(runner: object) -> str:
