@@ -55,8 +55,8 @@ _EXTRA = np.array([_MAY_TAKE.prefills, *_MAY_TAKE, *_MAY_TAKE])
 """Shares of an iteration that it may take: of the iteration before, its own, and of the one after it."""
 _AT_FIRST = Shares(1.0, 0.5, 0.1, 1.0)
 """After the first iteration."""
-_BY_GRAPHS = Shares(0.3, 0.05, 0.03, 1.0)
-"""After the graphs were timed."""
+_BY_GRAPHS, _DIFFERENCES = Shares(0.3, 0.0, 0.03, 1.0), 0.5
+"""After the graphs were timed; and how far their differences may be off, as a share of them."""
 _NEXT_GROUP = Shares(0.1, 0.1, 0.03, 0.1)
 """In the next group of decodes, as far as the times differ from this one's."""
 _A_SECOND = Shares(0.03, 0.02, 0.02, 0.02)
@@ -136,10 +136,16 @@ class Times:
 
     @classmethod
     def of_graphs(cls, lengths: Sequence[int], seconds: Vector) -> Times:
-        """Expect times from those of the CUDA graphs alone, [numbers]: what is around them takes time, too."""
+        """Expect times from those of the CUDA graphs alone, [numbers].
+
+        What is around the graphs takes time, too, and where the host takes longer than they do, their differences count
+        for less.
+        """
         mean = np.concatenate([seconds, seconds[0] * _EXTRA / len(_EXTRA)])
         times = cls(lengths, mean, np.zeros((len(mean), len(mean))))
-        times._covariance = seconds[0] ** 2 * times._spread(_BY_GRAPHS)
+        differences = np.zeros(len(mean))
+        differences[: len(seconds)] = _DIFFERENCES * (seconds - seconds[0])
+        times._covariance = seconds[0] ** 2 * times._spread(_BY_GRAPHS) + np.outer(differences, differences)
         return times
 
     def nearby(self, groups: int, further: int) -> Times:
