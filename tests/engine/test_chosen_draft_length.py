@@ -21,6 +21,10 @@ from support import (
     recorded_log,
 )
 
+from vllm_eagle_mrv2.draft_length.chooser import group_of
+from vllm_eagle_mrv2.draft_length.notes import GraphTime
+from vllm_eagle_mrv2.drafting.graphs import DraftGraphs
+from vllm_eagle_mrv2.patches.draft_length import chooser_of
 from vllm_eagle_mrv2.telemetry import counters
 
 from .test_behaviours import check_follows_the_target, sampled_and_ranks
@@ -208,6 +212,16 @@ def test_other_numbers_are_tried() -> None:
         assert texts[0] == texts[1]
         assert len({length for _, length, _ in drafts}) > 1
         assert slots[counters.EAGER] < 10**9
+
+
+@pytest.mark.smoke
+def test_what_graphs_take_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftGraphs, "times", lambda self: [GraphTime(1, length, 0.01) for length in range(K + 1)])
+    with engine("eagle_mrv2", k=K, options=AUTO) as llm:
+        chooser = chooser_of(llm.llm_engine.engine_core.engine_core.scheduler)
+        assert chooser is not None
+        assert set(chooser._times) == {group_of(1)}
+        assert len(greedy(llm, PROMPTS[:1], TOKENS)[0]) == TOKENS
 
 
 def test_a_schedule_of_the_users_own_rules(plain: list[list[int]]) -> None:

@@ -180,6 +180,11 @@ def test_numbers_that_are_far_behind_have_one_round() -> None:
     # The first load is made faster than the others: by 70 / 50 with the engine's own choice.
     rounds = found.rounds | {AUTO: [taken(70), taken(40), taken(40)], 3: [taken(100), taken(60), taken(50)]}
     assert TuneRow(concurrency=4, rounds=rounds).speeds == {0: 50 * 5 / 7, 1: 89 * 5 / 7, 2: 90, 3: 70, AUTO: 50}
+    # One that is not measured further is not the best.
+    slower: dict[Setting, list[LoadRound]] = {
+        number: [*found.rounds[number][:1], taken(20), taken(20)] for number in (2, 3)
+    }
+    assert TuneRow(concurrency=4, rounds=found.rounds | slower).best == 3
 
 
 def test_rounds_are_compared_with_the_prompts_that_they_call_for(monkeypatch: pytest.MonkeyPatch) -> None:

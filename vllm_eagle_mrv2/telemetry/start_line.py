@@ -87,6 +87,7 @@ class Facts:
         logits, trimmed, tables = stock.draft_logits, drafter.trimmed, stock.block_tables
         decode_graphs = stock.num_speculative_steps > 1 and any(stock.decode_cudagraph_manager._capture_descs.values())
         draft_argmax = logits is None and adapter.head is not None
+        captured = stock.vllm_config.compilation_config.cudagraph_capture_sizes or [0]
         return cls(
             vllm=vllm.__version__,
             adapter=adapter.release.name,
@@ -101,8 +102,8 @@ class Facts:
             target_mode=graphs.target_mode,
             prefill_mode=stock.prefill_cudagraph_manager.cudagraph_mode,
             decode_mode=stock.decode_cudagraph_manager.cudagraph_mode,
-            largest_graph=max(stock.vllm_config.compilation_config.cudagraph_capture_sizes or [0]),
-            largest_asked=max(adapter.asked.capture_sizes or [0]),
+            largest_graph=max(captured),
+            largest_asked=max([*captured, *(adapter.asked.capture_sizes or ())]),
             graphs_pay_up_to=captured_sizes.largest(stock.vllm_config),
             max_num_seqs=stock.vllm_config.scheduler_config.max_num_seqs,
             decode_graphs=decode_graphs,

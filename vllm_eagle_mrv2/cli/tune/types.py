@@ -40,9 +40,11 @@ class TuneRow(BaseModel):
 
     @property
     def best(self) -> int:
-        """The number of draft tokens that makes the most tokens a second."""
+        """The number of draft tokens that makes the most tokens a second, of those with all rounds."""
+        numbers = [setting for setting in self.rounds if isinstance(setting, int)]
+        most = max(len(self.rounds[number]) for number in numbers)
         speeds = self.speeds
-        return max((setting for setting in speeds if isinstance(setting, int)), key=speeds.__getitem__)
+        return max((one for one in numbers if len(self.rounds[one]) == most), key=speeds.__getitem__)
 
     @property
     def auto_of_best(self) -> float:
