@@ -15,7 +15,7 @@ from vllm_eagle_mrv2.config.draft_lengths import asks_for_choice, lengths_to_cho
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_length.chooser import DraftLength
-from vllm_eagle_mrv2.draft_length.notes import Plan, planned_drafts
+from vllm_eagle_mrv2.draft_length.notes import GraphTime, Plan, note_graph_times, planned_drafts
 from vllm_eagle_mrv2.patches import draft_length
 from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, DraftCounter, read_counts
 
@@ -112,8 +112,10 @@ def test_nobody_asks() -> None:
 class Chooser:
     """A `DraftLength` that writes down what it is asked and told."""
 
-    def __init__(self, lengths: tuple[int, ...], captured: int, counter: DraftCounter) -> None:
-        self.lengths = lengths
+    def __init__(
+        self, lengths: tuple[int, ...], captured: int, counter: DraftCounter, graph_times: list[GraphTime]
+    ) -> None:
+        self.lengths, self.graph_times = lengths, graph_times
         self.length = 3
         self.coming = 2  # what it chooses next
         self.asked: list[int] = []
@@ -152,6 +154,14 @@ def choosing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Choose
         return scheduler, chooser
 
     return make
+
+
+def test_a_chooser_is_told_what_graphs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_length, "DraftLength", Chooser)
+    config, times = config_of(), [GraphTime(1, 0, 0.01)]
+    note_graph_times(config, times)
+    assert draft_length.chooser_of(scheduler_of(config)).graph_times == times  # type: ignore[union-attr]
+    assert draft_length.chooser_of(scheduler_of(config_of())).graph_times == []  # type: ignore[union-attr]
 
 
 def test_a_scheduler_keeps_its_chooser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
