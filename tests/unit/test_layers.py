@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,3 +50,14 @@ def test_commands_share_through_the_common_folder() -> None:
         parts = [name.split(".") for name in imported(ast.parse(file.read_text()))]
         found += [f"{file.name}: {one}" for one in parts if one[:2] == [PACKAGE.name, "cli"] and one[2] not in rooms]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("module", "left_out"),
+    [("engine_args", "releases"), ("worker_check", "drafting")],
+    ids=["front-end", "engine core"],
+)
+def test_what_every_engine_imports_leaves_the_rest_out(module: str, left_out: str) -> None:
+    """These wrappers are imported for engines with stock's method, too."""
+    code = f"import sys, vllm_eagle_mrv2.patches.{module}; print('vllm_eagle_mrv2.{left_out}' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"

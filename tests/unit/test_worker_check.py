@@ -15,6 +15,7 @@ from vllm_eagle_mrv2 import patches
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_length.notes import GraphTime, graph_times_of
+from vllm_eagle_mrv2.drafting import drafter as drafting
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches import sent_settings, worker_check
 from vllm_eagle_mrv2.patches.wrap import wrap
@@ -120,7 +121,7 @@ class TestEngineCore:
         engine = core([OURS])
         config = SimpleNamespace(speculative_config=marked(SimpleNamespace(method="eagle")))
         drafter = SimpleNamespace(graphs=SimpleNamespace(times=lambda: [GraphTime(1, 0, 0.5)]))
-        monkeypatch.setattr(worker_check, "drafter_of", lambda speculator: drafter)
+        monkeypatch.setattr(drafting, "drafter_of", lambda speculator: drafter)
         engine._initialize_kv_caches(config)
         assert engine.calls == [worker_check.complaint, "caches", worker_check.graph_times]
         assert graph_times_of(config) == [GraphTime(1, 0, 0.5)]

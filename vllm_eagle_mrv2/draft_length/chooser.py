@@ -131,7 +131,7 @@ class DraftLength:
         self._times = dict(_by_graphs(lengths, graph_times))
         self._workload = Workload()
         self._extra = Extra()  # of the iteration before
-        self._waits: tuple[Iteration, Extra, Made] | None = None  # that iteration, what the one before it had
+        self._waits: tuple[Iteration, Extra, Made] | None = None  # that one, what was before it, its tokens
         self._trial: Trial | None = None
         self._may_lose = _SAVED_S
         self._scheduled = self._last = clock()  # when an iteration was scheduled, and when the tokens of one arrived

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_eagle_mrv2 import patches, releases
+from vllm_eagle_mrv2 import patches
 from vllm_eagle_mrv2.config import captured_sizes
 from vllm_eagle_mrv2.config.cache_names import name_in_caches
 from vllm_eagle_mrv2.config.command_line import teach_parser
@@ -18,7 +18,11 @@ from vllm_eagle_mrv2.config.vllm_errors import first_sentence, our_sentence_alon
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches import sent_settings
 from vllm_eagle_mrv2.patches.wrap import Function
-from vllm_eagle_mrv2.releases import v2_limits
+
+if TYPE_CHECKING:
+    from packaging.version import Version
+
+    from vllm_eagle_mrv2.releases.spec import Release
 
 _V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _SET_BY_US = "01"  # vLLM reads it as 1, and it differs from a value that the user set
@@ -28,7 +32,7 @@ def translated_first(original: Function) -> Function:
     """Wrap ``EngineArgs.create_engine_config``: it accepts the method, and raises this package's own error messages."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = take_settings(self, releases.installed)
+        settings = take_settings(self, _installed)
         _select_v2_by_environment(settings)
         with our_sentence_alone():
             config = original(self, *args, **kwargs)
@@ -53,7 +57,7 @@ def settings_attached(original: Function) -> Function:
     """Wrap ``EngineArgs.create_speculative_config``: its result is checked and carries the settings."""
 
     def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = take_settings(self, releases.installed)
+        settings = take_settings(self, _installed)
         if settings is None:
             return original(self, *args, **kwargs)
         # vLLM's schema does not know this key; it is put back for the next use of these arguments.
@@ -67,7 +71,7 @@ def settings_attached(original: Function) -> Function:
             self.speculative_config = {**self.speculative_config, MARKER: settings}
         check_translated(config, settings)
         check_fit(config)
-        fit_to_target(config, releases.installed_version())
+        fit_to_target(config, _installed()[1])
         mark(config, settings)
         sent_settings.with_check()
         return config
@@ -108,8 +112,10 @@ def limits_in_our_words(original: Function) -> Function:
             return
         from vllm.logger import init_logger
 
+        from vllm_eagle_mrv2.releases import v2_limits
+
         listed = v2_limits.listed_by_vllm(original, self)
-        for warning in v2_limits.check(self, listed, releases.installed_version()):
+        for warning in v2_limits.check(self, listed, _installed()[1]):
             init_logger("vllm.eagle_mrv2").warning("%s", warning)
 
     return validate
@@ -138,12 +144,20 @@ def our_speculator(original: Function) -> Function:
         settings = settings_of(vllm_config.speculative_config)
         if settings is None:
             return original(vllm_config, device, *args, **kwargs)
-        patches.apply(patches.Scope.WORKER, releases.installed_version())
-        speculator = releases.installed_release().speculator_class(settings.family)(vllm_config, device)
+        release, version = _installed()
+        patches.apply(patches.Scope.WORKER, version)
+        speculator = release.speculator_class(settings.family)(vllm_config, device)
         mark(speculator, settings)
         return speculator
 
     return init_speculator
+
+
+def _installed() -> tuple[Release, Version]:
+    """The installed release and its version; an engine that did not ask for ``eagle_mrv2`` does not import them."""
+    from vllm_eagle_mrv2 import releases
+
+    return releases.installed()
 
 
 def _has_front_end(usage_context: Any = None, headless: bool = False) -> bool:
@@ -158,7 +172,7 @@ def _select_v2_by_environment(settings: Settings | None) -> None:
     before = os.environ.get(_V2_VARIABLE)
     if settings is None and before == _SET_BY_US:
         del os.environ[_V2_VARIABLE]
-    elif settings is not None and before is None and releases.installed_release().v2_by_environment:
+    elif settings is not None and before is None and _installed()[0].v2_by_environment:
         os.environ[_V2_VARIABLE] = _SET_BY_US
     else:
         return

@@ -17,7 +17,6 @@ from vllm_eagle_mrv2.config.draft_lengths import lengths_to_choose_from
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.method import settings_of
 from vllm_eagle_mrv2.draft_length.notes import GraphTime, note_graph_times
-from vllm_eagle_mrv2.drafting.drafter import drafter_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches.wrap import Function
 
@@ -76,6 +75,8 @@ def complaint(worker: Any) -> str | None:
 
 def graph_times(worker: Any) -> list[GraphTime]:
     """What the graphs of an iteration take in a worker; nothing without such graphs."""
+    from vllm_eagle_mrv2.drafting.drafter import drafter_of  # every engine core imports this module, stock's too
+
     drafter = drafter_of(worker.model_runner.speculator)
     return [] if drafter is None else drafter.graphs.times()
 

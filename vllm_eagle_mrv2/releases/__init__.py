@@ -56,8 +56,9 @@ def release_for(version: str) -> Release:
     Raises:
         EagleMRV2Error: no release covers the version.
     """
+    stock = stock_version(version)
     for release in all_releases():
-        if release.covers(stock_version(version)):
+        if release.covers(stock):
             return release
     raise EagleMRV2Error(
         f"vllm-eagle-mrv2 does not support vLLM {version}: supported are {supported()}; "
