@@ -20,11 +20,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import changing_load
 import iteration_trace
+from ab_time import arrive, turn
 from changing_load import Changes, Courses, Phase
 
 from vllm_eagle_mrv2.cli.common.engines import Engines, Setup
@@ -55,7 +57,7 @@ def changes(seconds: float) -> dict[str, list[Phase]]:
     load = [Phase(concurrency=many, seconds=seconds) for many in (8, 256, 8)]
     load[0].acceptance = ACCEPTED["middle"]
     shares = [Phase(concurrency=16, seconds=seconds, acceptance=ACCEPTED[kind]) for kind in ("high", "low", "high")]
-    return {"8, 256, 8 in flight": load, "high, low, high acceptance at 16 in flight": shares}
+    return {"high, low, high acceptance at 16 in flight": shares, "8, 256, 8 in flight": load}
 
 
 def settled(courses: dict[Setting, Courses]) -> dict[str, list[float]]:
@@ -91,27 +93,24 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
                 "draft_length": [one.draft_length for one in courses[AUTO].phases],
             },
         }
-    for kind in options.accepted:
+    for concurrency, kind in product(options.concurrency, options.accepted):
         ask(engines, [Phase(concurrency=0, seconds=0.0, acceptance=ACCEPTED[kind])])
-        for concurrency in options.concurrency:
-            traffic = Traffic(output_tokens=OUTPUT_TOKENS, requests=REQUESTS.get(concurrency))
-            row = measure(engines, concurrency, traffic, options.rounds)
-            chosen = [
-                sum(seconds) for seconds in zip(*(one.seconds_by_length for one in row.rounds[AUTO]), strict=True)
-            ]
-            yield {
-                "accepted": kind,
-                "concurrency": concurrency,
-                "tokens_per_second": {str(setting): round(speed, 1) for setting, speed in row.speeds.items()},
-                "rounds": {
-                    str(setting): [(round(one.tokens_per_second, 1), round(one.drafted_length, 2)) for one in rounds]
-                    for setting, rounds in row.rounds.items()
-                },
-                "chosen": {
-                    str(length): round(seconds, 2)
-                    for length, seconds in zip(lengths_up_to(engines.k), chosen, strict=False)
-                },
-            }
+        traffic = Traffic(output_tokens=OUTPUT_TOKENS, requests=REQUESTS.get(concurrency))
+        row = measure(engines, concurrency, traffic, options.rounds)
+        chosen = [sum(seconds) for seconds in zip(*(one.seconds_by_length for one in row.rounds[AUTO]), strict=True)]
+        yield {
+            "accepted": kind,
+            "concurrency": concurrency,
+            "tokens_per_second": {str(setting): round(speed, 1) for setting, speed in row.speeds.items()},
+            "rounds": {
+                str(setting): [(round(one.tokens_per_second, 1), round(one.drafted_length, 2)) for one in rounds]
+                for setting, rounds in row.rounds.items()
+            },
+            "chosen": {
+                str(length): round(seconds, 2)
+                for length, seconds in zip(lengths_up_to(engines.k), chosen, strict=False)
+            },
+        }
 
 
 def main() -> int:
@@ -128,6 +127,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help="write the engine's iterations here; see iteration_trace.py")
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engine, as JSON")
     parser.add_argument("--option", type=json.loads, default={}, help="further options of eagle_mrv2, as JSON")
+    parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"), help="as in ab_time.py")
     options = parser.parse_args()
     if not options.accepted and not options.changes:
         parser.error("nothing to measure: name a kind after --accepted, or give --changes")
@@ -150,12 +150,15 @@ def main() -> int:
         )
         about = {"shape": options.shape.value, "method": options.family, "k": options.steps}
         try:
-            with setup.engines(options.steps) as engines:
+            with setup.engines(options.steps) as engines, turn(options.together):
                 for line in lines(engines, options):
                     print(json.dumps({"vllm": engines.started.vllm_version} | about | line), flush=True)
         except CommandError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        finally:
+            if options.together:
+                arrive(options.together)
     return 0
 
 

@@ -6,7 +6,7 @@
 #   bash benchmarks/gpu_matrix.sh ROOT OUT loads RELEASE... [-- ARGUMENTS]       benchmarks/load_times.py, likewise
 #   bash benchmarks/gpu_matrix.sh ROOT OUT timelines RELEASE... [-- ARGUMENTS]   benchmarks/draft_timeline.py, likewise
 #   bash benchmarks/gpu_matrix.sh ROOT OUT kernels RELEASE... [-- ARGUMENTS]     benchmarks/kernel_times.py; all kernels, or those named
-#   bash benchmarks/gpu_matrix.sh ROOT OUT lengths RELEASE... [-- ARGUMENTS]     benchmarks/draft_lengths.py; a release at a time
+#   bash benchmarks/gpu_matrix.sh ROOT OUT lengths RELEASE... [-- ARGUMENTS]     benchmarks/draft_lengths.py, likewise
 #
 # A RELEASE may bring arguments of its own, '0.26.0 --steps 7 --batch 1 32', and stand there several times. Tests named by
 # a path take the place of tests/gpu.
@@ -91,13 +91,12 @@ in_turn() { # script, job, folder, arguments
 times() { in_turn benchmarks/ab_time.py "$@"; }
 loads() { in_turn benchmarks/load_times.py "$@"; }
 timelines() { in_turn benchmarks/draft_timeline.py "$@"; }
-on_its_own() { # script, job, folder, arguments
-  local script=$1 job=$2 folder=$3
-  shift 3
-  on "$job" "$python" "$script" "$@" >"$folder/$what.jsonl" 2>"$folder/log"
+lengths() { in_turn benchmarks/draft_lengths.py "$@"; }
+kernels() { # job, folder, arguments
+  local job=$1 folder=$2
+  shift 2
+  on "$job" "$python" benchmarks/kernel_times.py "$@" >"$folder/$what.jsonl" 2>"$folder/log"
 }
-kernels() { on_its_own benchmarks/kernel_times.py "$@"; }
-lengths() { on_its_own benchmarks/draft_lengths.py "$@"; }
 
 case $what in tests | times | loads | timelines | kernels | lengths) ;; *) usage ;; esac
 for job in "${jobs[@]}"; do
