@@ -186,7 +186,7 @@ def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
             block = int(tables.input_block_tables[0][row, position // block_size])
             right.append(int(tables.slot_mappings[0, row]) == block * block_size + position % block_size)
 
-    graphs, adapter = speculator.drafter.graphs, speculator.drafter.adapter
+    adapter = speculator.drafter.adapter
     prefills, decodes = speculator.prefill_cudagraph_manager, speculator.decode_cudagraph_manager
 
     def replay_decodes(descriptor: Any, original: Any = decodes.run_fullgraph) -> None:
@@ -199,7 +199,7 @@ def recorded_slots(speculator: Any) -> Iterator[list[bool]]:
 
     def replay_prefill(descriptor: Any, original: Any = prefills.run_fullgraph) -> None:
         original(descriptor)
-        if descriptor in graphs._phase_graphs:
+        if descriptor in loop.phase_graphs.descriptors:
             check()
 
     def decode(*args: Any, original: Any = loop.decode) -> None:

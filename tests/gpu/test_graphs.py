@@ -44,7 +44,7 @@ def counted_replays(speculator: Any) -> Iterator[Counter[str]]:
     """Replays of FULL graphs, by ``prefill`` and ``decode`` and by padded size; one graph of both counts as both."""
     counts: Counter[str] = Counter()
     drafter = drafter_of(speculator)
-    whole = set() if drafter is None else drafter.graphs._phase_graphs
+    whole = frozenset() if drafter is None else drafter.loop.phase_graphs.descriptors
     with pytest.MonkeyPatch.context() as patch:
         for kind in ("prefill", "decode"):
             manager = getattr(speculator, f"{kind}_cudagraph_manager")

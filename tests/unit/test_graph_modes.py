@@ -18,6 +18,7 @@ from vllm_eagle_mrv2.drafting import graphs
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs
 from vllm_eagle_mrv2.drafting.drafter import Drafter
 from vllm_eagle_mrv2.drafting.loop import GraphRun
+from vllm_eagle_mrv2.drafting.phase_graphs import PhaseGraphs
 
 from .stock import K, drafter_on, stock_speculator
 
@@ -208,7 +209,7 @@ def test_the_prefill_is_the_whole_phase_of_one_draft_token(
     drafter = drafter_for(disable=disable, num_speculative_steps=1, prefill_cudagraph_manager=manager)
     drafter.adapter.refreshes_in_graph = True
     assert drafter.graphs.find_phase_graphs() == ({graph} if whole else set())
-    drafter.graphs._phase_graphs = {graph}
+    drafter.loop.phase_graphs = PhaseGraphs(drafter.adapter, {graph})
     assert drafter.graphs._decodes_in_graph_of(graph) is None
 
 
@@ -223,12 +224,12 @@ def phases() -> Any:
         return GraphRun(None, batch.num_reqs, batch.num_reqs in graphs)  # type: ignore[arg-type]
 
     def captured() -> None:
-        drafter.graphs._phase_graphs = {1, 2}  # type: ignore[arg-type]
+        drafter.loop.phase_graphs = PhaseGraphs(adapter, {1, 2})  # type: ignore[arg-type]
         graphs.update({1: "graph", 2: "graph"})
 
     def graph_of(num_reqs: int, query_len: int = K + 1, eager: bool = False, drafts: int = K) -> Any:
         size = {"num_reqs": num_reqs, "num_tokens": 5 * num_reqs, "num_tokens_padded": 5 * num_reqs}
-        run = drafter.graphs.phase_run(
+        run = drafter.loop.phase_graphs.run_for(
             SimpleNamespace(**size, query_len=query_len, eager=eager, num_draft_tokens=drafts)  # type: ignore[arg-type]
         )
         return run and run.descriptor
@@ -316,12 +317,13 @@ def test_captures_find_no_batch_and_leave_none() -> None:
     queue = drafter.loop.queue
     queue.slots.fill_(7)
     queue.taken += 1
-    drafter.graphs._phase_runs[2, 1, 2] = "of a graph that was captured before"  # type: ignore[assignment]
+    drafter.loop.phase_graphs = before = PhaseGraphs(drafter.adapter)
     drafter.graphs.capture()
-    assert not drafter.graphs._phase_runs
+    assert drafter.loop.phase_graphs is not before, "it knows graphs that were captured before"
     assert fill_inputs == [True, False]
     assert not queue.taken
-    assert drafter.loop.phase_run == drafter.graphs.phase_run
+    whole: Any = drafter.loop.phase_graphs.descriptors
+    assert whole == {graphs[0]}
     assert not drafter.adapter.capturing
 
 
@@ -371,7 +373,7 @@ def test_graphs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.times() == []
     own.target_graphs = lambda: target
     assert own.times() == []
-    own._phase_graphs = set(known)  # type: ignore[arg-type]
+    drafter.loop.phase_graphs = PhaseGraphs(drafter.adapter, set(known))  # type: ignore[arg-type]
     monkeypatch.setattr(own, "_dummy_prefill", lambda one: steps.append((one, own.adapter.capturing)))
 
     def seconds_of(of_target: Any, of_draft: Any, one: Any) -> float:

@@ -215,8 +215,12 @@ class ToyAdapter:
         assert graph.name == "decode graph"
         return self.refreshes_in_graph and (run.full or not self.fused_in_graphs_only)
 
-    def phase_run(self, batch: DraftBatch) -> GraphRun:
-        return self._run("phase graph", batch.num_tokens_padded)
+    def run_for(self, batch: DraftBatch) -> GraphRun | None:
+        """As `PhaseGraphs`."""
+        return self._run("phase graph", batch.num_tokens_padded) if self else None
+
+    def __bool__(self) -> bool:
+        return self.one_graph and self.full_graphs
 
     def _run(self, name: str, num_tokens: int) -> GraphRun:
         mode = Mode.FULL if self.full_graphs else Mode.NONE
@@ -236,7 +240,7 @@ class ToyAdapter:
     def dispatch_prefill(
         self, batch: DraftBatch, num_tokens: int, num_tokens_padded: int, *, uniform: bool
     ) -> GraphRun:
-        assert uniform is (self.loop.phase_run is None), "a graph for uniform batches contains the whole phase"
+        assert uniform != bool(self.loop.phase_graphs), "a graph for uniform batches contains the whole phase"
         self.calls.append(("dispatch_prefill", num_tokens, num_tokens_padded))
         return self._run("prefill graph", num_tokens_padded)
 
@@ -331,7 +335,7 @@ def loop_on(
     config = DraftConfig(MAX_LEN, sample_offset, filters=False)
     adapter.captured_for = num_draft_tokens
     loop = adapter.loop = loop_class(options)(adapter, config, make_buffers(num_draft_tokens))  # type: ignore[arg-type]
-    loop.phase_run = adapter.phase_run if adapter.one_graph and adapter.full_graphs else None
+    loop.phase_graphs = adapter  # type: ignore[assignment]
     return loop
 
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_eagle_mrv2.batch.buffers import DraftBatch, TargetStates
+from vllm_eagle_mrv2.batch.buffers import TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.draft_length.notes import GraphTime
 from vllm_eagle_mrv2.drafting.capture import decode_mode
-from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs, GraphRun
+from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs
+from vllm_eagle_mrv2.drafting.phase_graphs import PhaseGraphs
 from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphManager, GraphMode
 
 if TYPE_CHECKING:
@@ -61,10 +62,6 @@ class DraftGraphs:
         self.scratch: Any = None  # workspace kept alive for the draft's graphs where the target has no graphs
         self._enabled = settings.options.enabled
         self._eager = bool(settings.enforce_eager)
-        self._phase_graphs: set[Descriptor] = set()
-        """Descriptors of the draft prefill graphs that contain the whole draft phase."""
-        self._phase_runs: dict[tuple[int, int, int], GraphRun] = {}
-        """Dispatch results for these graphs, by a batch's query length, number of requests and padded tokens."""
 
     # Managers
 
@@ -133,24 +130,6 @@ class DraftGraphs:
 
     # Graphs of whole draft phases
 
-    def phase_run(self, batch: DraftBatch) -> GraphRun | None:
-        """Return the graph of a batch's whole draft phase, or None.
-
-        Phase graphs exist only where each rank dispatches on its own.  Each serves batches that verify as many draft
-        tokens as they draft.
-        """
-        uniform = batch.num_draft_tokens + 1
-        if not self._phase_graphs or batch.eager or self.adapter.query_len(batch, batch.num_tokens) != uniform:
-            return None
-        size = (uniform, batch.num_reqs, batch.num_tokens_padded)
-        run = self._phase_runs.get(size)
-        if run is None or not self.stock.prefill_cudagraph_manager.graphs:  # vLLM may have dropped them
-            run = self.adapter.dispatch_prefill(batch, batch.num_tokens, batch.num_tokens_padded)
-            if not (run.full and run.descriptor in self._phase_graphs):
-                return None
-            self._phase_runs[size] = run
-        return run
-
     def find_phase_graphs(self) -> set[Descriptor]:
         """Return the descriptors of the draft prefill graphs that can contain the whole draft phase."""
         if not (
@@ -203,9 +182,7 @@ class DraftGraphs:
         manager = stock.prefill_cudagraph_manager
         if manager.use_breakable_cg:
             manager.init_breakable_cg_runner(stock.model)
-        self._phase_graphs = self.find_phase_graphs()
-        self._phase_runs.clear()
-        loop.phase_run = self.phase_run if self._phase_graphs else None
+        loop.phase_graphs = phases = PhaseGraphs(self.adapter, self.find_phase_graphs())
         loop.target_outputs = self._find_target_outputs()
         loop.queue.clear()  # warm-up passes find no batch
         hooks.on_prefill_begin(stock.max_num_reqs)
@@ -215,7 +192,7 @@ class DraftGraphs:
             "Capturing draft prefill CUDA graphs",
             lambda descriptor: {
                 "states": loop.target_outputs if descriptor.cg_mode.name == "FULL" else None,
-                "fills_inputs": descriptor in self._phase_graphs,
+                "fills_inputs": descriptor in phases.descriptors,
                 "num_draft_tokens": self._drafts_in_graph_of(descriptor),
                 "decodes": self._decodes_in_graph_of(descriptor),
             },
@@ -232,7 +209,7 @@ class DraftGraphs:
         ranks replay the same graphs in the same order.
         """
         target = None if self.target_graphs is None else self.target_graphs()
-        if target is None or not self._phase_graphs:
+        if target is None or not self.loop.phase_graphs:
             return []
         draft, found = self.stock.prefill_cudagraph_manager, []
         self.adapter.capturing = True
@@ -249,7 +226,7 @@ class DraftGraphs:
 
     def _timed_graphs(self, target: GraphManager) -> list[Any]:
         """Descriptors of the phase graphs to time, which the target has as well: for about 1, 4, 16, ... requests."""
-        known: list[Any] = [each for each in self._phase_graphs if each in target.graphs]
+        known: list[Any] = [each for each in self.loop.phase_graphs.descriptors if each in target.graphs]
         sizes = sorted({each.num_reqs for each in known})
         wanted = {min((size for size in sizes if size >= many), default=sizes[-1]) for many in _TIMED_REQUESTS if sizes}
         return sorted((each for each in known if each.num_reqs in wanted), key=lambda each: each.num_tokens)
@@ -267,7 +244,7 @@ class DraftGraphs:
 
         Such batches come where the number of draft tokens is no longer 0.
         """
-        single = [each for each in self._phase_graphs if each.uniform_token_count == 1]
+        single = [each for each in self.loop.phase_graphs.descriptors if each.uniform_token_count == 1]
         if single:
             inputs = self._dummy_prefill(min(single, key=lambda each: each.num_tokens))
             modes: Any = type(inputs.mode)
@@ -275,12 +252,12 @@ class DraftGraphs:
 
     def _drafts_in_graph_of(self, descriptor: Descriptor) -> int:
         """Return the number of draft tokens for which a draft prefill graph is made."""
-        in_phase = descriptor in self._phase_graphs
+        in_phase = descriptor in self.loop.phase_graphs.descriptors
         return (descriptor.uniform_token_count or 1) - 1 if in_phase else self.stock.num_speculative_steps
 
     def _decodes_in_graph_of(self, descriptor: Descriptor) -> ForwardInputs | None:
         """Return dummy inputs of the draft decodes that a draft prefill graph contains; None if it has none."""
-        if descriptor not in self._phase_graphs or self._drafts_in_graph_of(descriptor) < 2:
+        if descriptor not in self.loop.phase_graphs.descriptors or self._drafts_in_graph_of(descriptor) < 2:
             return None
         of_prefill: Any = descriptor
         return self._dummy_decodes(

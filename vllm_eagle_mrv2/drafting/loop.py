@@ -16,6 +16,7 @@ import torch
 from vllm_eagle_mrv2.batch.buffers import DraftBatch, DraftBuffers, Lookup, SlotTable, TargetStates
 from vllm_eagle_mrv2.batch.queue import BatchQueue
 from vllm_eagle_mrv2.draft_model.rows_read import RowsRead
+from vllm_eagle_mrv2.drafting.phase_graphs import PhaseGraphs
 from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphManager, GraphMode
 from vllm_eagle_mrv2.kernels.decode_inputs import prepare_decode_inputs
 from vllm_eagle_mrv2.kernels.lookup import look_up_drafts, store_found_logits
@@ -108,8 +109,8 @@ class DraftLoop:
         """The requests' texts, if drafts are looked up in them."""
         self.slot_table: SlotTable | None = None
         """Where the slots of draft decodes are written, if they can be looked up one step ahead."""
-        self.phase_run: Callable[[DraftBatch], GraphRun | None] | None = None
-        """Returns the graph of a batch's whole draft phase, if there are such graphs."""
+        self.phase_graphs = PhaseGraphs(adapter)
+        """The graphs that contain a whole draft phase, once they are captured."""
         self.target_outputs: TargetStates | None = None
         """Output buffers of the target's FULL graphs, if the draft prefill graphs start by reading them."""
         self.warms_up = False
@@ -123,7 +124,7 @@ class DraftLoop:
             [num_reqs, K] int64, a view of the persistent ``draft_tokens``; only the first
             ``batch.num_draft_tokens`` columns are written by this call.
         """
-        run = None if self.phase_run is None else self.phase_run(batch)
+        run = self.phase_graphs.run_for(batch)
         if run is not None:
             path = counters.ONE_GRAPH
             self._leave_states(batch, run, batch.num_tokens_padded)
@@ -157,7 +158,7 @@ class DraftLoop:
         self._fill_inputs(batch.num_reqs)
         num_tokens, num_tokens_padded = adapter.begin_prefill(batch)
         # A graph for uniform batches contains a whole phase where there are such graphs; it was not the one for this.
-        run = adapter.dispatch_prefill(batch, num_tokens, num_tokens_padded, uniform=self.phase_run is None)
+        run = adapter.dispatch_prefill(batch, num_tokens, num_tokens_padded, uniform=not self.phase_graphs)
         self._leave_states(batch, run, num_tokens_padded)
         attn_metadata, slot_mappings = self._prefill_metadata(batch, run)
         adapter.before_forward(num_tokens)
