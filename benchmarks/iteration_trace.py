@@ -28,8 +28,9 @@ def _file() -> TextIO:
     return file
 
 
+@functools.cache
 def install() -> None:
-    """Have this process write its iterations from now on, if a file is named."""
+    """Have this process write its iterations from now on, if a file is named; once, also where a fork asks again."""
     if VARIABLE not in os.environ:
         return
     original, last = DraftLength.learn, [0.0]

@@ -93,3 +93,4 @@ def test_iterations_are_traced(lengths: ModuleType, live: Engines, trace: Path) 
     assert f"{K}:2" in {row[accepted] for row in full}
     assert all(int(row[microseconds]) > 0 for row in rows)
     assert any(int(row[prefilled]) for row in rows)
+    assert [row[decodes:] for row in rows[::2]] != [row[decodes:] for row in rows[1::2]], "each is written twice"
