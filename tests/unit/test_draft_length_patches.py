@@ -29,6 +29,7 @@ def config_of(
     experts: bool = False,
     hybrid: bool = False,
     connector: object = None,
+    launcher: str = "mp",
     sizes: Sequence[int] | None = (1, 512),
     **changes: Any,
 ) -> Any:
@@ -41,7 +42,11 @@ def config_of(
     vars(draft).update(changes)
     mark(draft, Settings("eagle", Options(draft_length="auto" if chosen else "constant")))
     parallel = SimpleNamespace(
-        data_parallel_size=ranks, data_parallel_index=3, tensor_parallel_size=1, pipeline_parallel_size=stages
+        data_parallel_size=ranks,
+        data_parallel_index=3,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=stages,
+        distributed_executor_backend=launcher,
     )
     return SimpleNamespace(
         model_config=SimpleNamespace(is_moe=experts, is_hybrid=hybrid),
@@ -83,6 +88,7 @@ NOT_CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({"stages": 2}, "pipeline stages"),
     ({"hybrid": True}, "recurrent layers"),
     ({"connector": "P/D"}, "KV connector"),
+    ({"launcher": "external_launcher"}, "external_launcher"),
 ]
 
 

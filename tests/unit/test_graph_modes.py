@@ -358,17 +358,23 @@ class Phase(NamedTuple):
 
     num_reqs: int
     uniform_token_count: int
+    salt: int
 
     @property
     def num_tokens(self) -> int:
         return self.num_reqs * self.uniform_token_count
 
 
-def test_graphs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For about 1, 4, 16, 64 and 256 requests with each number of drafts, where the target has such a graph as well."""
-    known = [Phase(requests, tokens) for requests in (1, 2, 4, 8, 24, 32) for tokens in (1, 4)]
-    target = SimpleNamespace(graphs=dict.fromkeys(set(known) - {Phase(32, 4)}))
+@pytest.mark.parametrize("salt", range(8))
+def test_graphs_are_timed(salt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For about 1, 4, 16, 64 and 256 requests with each number of drafts, where the target has such a graph as well.
+
+    In the same order in every process, where vLLM's descriptors have other hashes.
+    """
+    known = [Phase(requests, tokens, salt) for requests in (1, 2, 4, 8, 24, 32) for tokens in (1, 4)]
+    target = SimpleNamespace(graphs=dict.fromkeys(set(known) - {Phase(32, 4, salt)}))
     drafter = drafter_for(prefill_cudagraph_manager=SimpleNamespace(graphs=dict.fromkeys(known)))
+    drafter.stock.vllm_config.model_config = target_model = SimpleNamespace(is_moe=False)
     own, steps = drafter.graphs, []
     assert own.times() == []
     own.target_graphs = lambda: target
@@ -386,9 +392,13 @@ def test_graphs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = own.times()
     sizes = [(1, 1), (1, 4), (4, 1), (4, 4), (24, 1), (32, 1), (24, 4)]
     assert found == [GraphTime(requests, tokens - 1, requests * tokens) for requests, tokens in sizes]
-    assert steps == list(itertools.chain.from_iterable(((Phase(*size), True), Phase(*size)) for size in sizes))
+    assert steps == list(
+        itertools.chain.from_iterable(((Phase(*size, salt), True), Phase(*size, salt)) for size in sizes)
+    )
     assert not own.adapter.capturing
     assert not drafter.loop.queue.taken
+    target_model.is_moe = True
+    assert own.times() == [], "dummy tokens take few experts or none"
 
 
 class Inputs(NamedTuple):

@@ -41,6 +41,8 @@ def why_not_chosen(vllm_config: Any) -> str | None:
         return "data-parallel ranks of one model wait for each other in every pass; use draft_length: constant"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline stages work on several batches at a time; use draft_length: constant"
+    if parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher":
+        return "with external_launcher each rank would choose a number of its own; use draft_length: constant"
     if vllm_config.kv_transfer_config is not None:
         return "blocks are kept for one number where a KV connector fills them; use draft_length: constant"
     if target.is_hybrid:

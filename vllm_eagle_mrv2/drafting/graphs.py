@@ -205,11 +205,11 @@ class DraftGraphs:
     def times(self) -> list[GraphTime]:
         """Time the graphs of an iteration, the target's and the draft's, after their capture and before any request.
 
-        For some numbers of requests, with each number of drafts; nothing where the draft phase is not one graph.  All
-        ranks replay the same graphs in the same order.
+        For some numbers of requests, with each number of drafts.  Nothing where the draft phase is not one graph, nor
+        for a target with experts: dummy tokens take few or none, and more of them would cost nothing.
         """
         target = None if self.target_graphs is None else self.target_graphs()
-        if target is None or not self.loop.phase_graphs:
+        if target is None or not self.loop.phase_graphs or self.stock.vllm_config.model_config.is_moe:
             return []
         draft, found = self.stock.prefill_cudagraph_manager, []
         self.adapter.capturing = True
@@ -225,11 +225,16 @@ class DraftGraphs:
         return found
 
     def _timed_graphs(self, target: GraphManager) -> list[Any]:
-        """Descriptors of the phase graphs to time, which the target has as well: for about 1, 4, 16, ... requests."""
+        """Descriptors of the phase graphs to time, which the target has as well: for about 1, 4, 16, ... requests.
+
+        In the same order on all ranks, which wait for each other in every pass.
+        """
         known: list[Any] = [each for each in self.loop.phase_graphs.descriptors if each in target.graphs]
         sizes = sorted({each.num_reqs for each in known})
         wanted = {min((size for size in sizes if size >= many), default=sizes[-1]) for many in _TIMED_REQUESTS if sizes}
-        return sorted((each for each in known if each.num_reqs in wanted), key=lambda each: each.num_tokens)
+        return sorted(
+            (each for each in known if each.num_reqs in wanted), key=lambda each: (each.num_tokens, each.num_reqs)
+        )
 
     def _dummy_prefill(self, descriptor: Descriptor) -> ForwardInputs:
         # At run time the draft prefill reads the target's metadata, so its graphs are captured with those buffers.

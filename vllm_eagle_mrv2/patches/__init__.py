@@ -149,7 +149,7 @@ PATCHES: tuple[Patch, ...] = (
         "vllm.v1.engine.core:EngineCore._initialize_kv_caches",
         f"{_HERE}.worker_check:workers_asked",
         Scope.PLUGIN,
-        "asks every worker what it drafts with, before the KV cache is made",
+        "asks every worker what it drafts with before the KV cache is made, and then how long its CUDA graphs take",
         "a worker without the plugin would draft with stock's speculator, unnoticed",
         "a registry of speculators",
     ),

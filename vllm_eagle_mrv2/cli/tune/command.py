@@ -126,6 +126,8 @@ def _overrides(text: str, levels: Sequence[int]) -> dict[str, Any]:
         parallel_config=SimpleNamespace(
             data_parallel_size=overrides.get("data_parallel_size", 1),
             pipeline_parallel_size=overrides.get("pipeline_parallel_size", 1),
+            tensor_parallel_size=overrides.get("tensor_parallel_size", 1),
+            distributed_executor_backend=overrides.get("distributed_executor_backend"),
         ),
         kv_transfer_config=overrides.get("kv_transfer_config"),
         model_config=SimpleNamespace(is_moe=True, is_hybrid=False),  # nothing is known of the model yet
