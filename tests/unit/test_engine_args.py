@@ -286,6 +286,8 @@ def used(arguments: EngineArgs) -> EngineArgs:
     ("speculative", "watermark", "sentence"),
     [
         ({"enable_adaptive_verification": True}, None, "enable_adaptive_verification judges a draft"),
+        ({"rejection_sample_method": "fly"}, None, "fly keeps drafts that the target would not choose"),
+        ({"rejection_sample_method": "standard"}, None, None),
         ({}, {"allow_target_only_watermarking": False}, "drafts that lookup_drafts finds carry no watermark"),
         ({}, {"allow_target_only_watermarking": True}, None),
         ({}, None, None),
@@ -524,6 +526,15 @@ def test_bad_options(models: dict[str, str]) -> None:
 
 
 OLD, NEW = (v0_20.RELEASE, "0.20.2"), (v0_32.RELEASE, "0.32.0")
+
+
+def test_logits_after_temperature_are_float32(models: dict[str, str]) -> None:
+    """Where the rejection sampler reads them so; a worker would say it after loading the model."""
+    settings = Settings("eagle", Options(draft_logits_dtype="head"))
+    with pytest.raises(EagleMRV2Error, match="draft_logits_dtype=head is not exact"):
+        OLD[0].check_settings(settings, ask(models))
+    OLD[0].check_settings(Settings("eagle", Options()), ask(models))
+    NEW[0].check_settings(settings, ask(models))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_chosen_number_is_shown_beside_what_was_expected() -> None:
         model_config=SimpleNamespace(served_model_name="demo", is_moe=False, is_hybrid=False),
         speculative_config=draft,
         kv_transfer_config=None,
-        parallel_config=SimpleNamespace(data_parallel_size=2, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(data_parallel_size=2, pipeline_parallel_size=1, tensor_parallel_size=1),
     )
     offer(config, settings)
     slots = DraftCounter.of_rank(0).slots
@@ -101,3 +101,8 @@ def test_a_chosen_number_is_shown_beside_what_was_expected() -> None:
     }
     assert shown > of_a_choice(changes=4.0, seconds=(1.5, 1.25), tokens=(9.0, 8.5))
     assert any(line.startswith('vllm_eagle_mrv2_info{draft_length="auto"') for line in shown)
+    assert not [line for line in shown if "phases_total" in line or "draft_length{" in line], "its worker is elsewhere"
+    slots[counters.ONE_GRAPH] = 1
+    assert 'vllm_eagle_mrv2_draft_length{engine="0",model_name="demo"} 0.0' in ours(
+        prometheus.get_prometheus_registry()
+    )

@@ -72,6 +72,7 @@ def test_json_lines(tmp_path: Path) -> None:
         {"text": TEXT},
         {"messages": [{"role": "zebra", "content": TEXT}, {"role": "zebra", "content": [{"type": "q", "text": TEXT}]}]},
         {"id": "zebra", "choices": [{"message": {"content": TEXT}}], "usage": 3},
+        {"tags": ["zebra"], "completion": [TEXT, TEXT]},
     ]
     ranking = rank(tmp_path, file(tmp_path / "a.jsonl", "\n\n".join(map(json.dumps, lines))))
     assert ranking == rank(tmp_path, file(tmp_path / "a.txt", TEXT))

@@ -82,17 +82,22 @@ def test_a_ranking_that_is_too_short(tmp_path: Path) -> None:
         (range(100), None, "draft_vocab keeps 100 tokens of a draft with 100"),
         (range(150), 100, "draft_vocab keeps 150 tokens of a draft with 100"),
         ((1, 100), None, "r.json is of a vocabulary with the token 100, the draft has a vocabulary of 100"),
-        ((1, 2), 101, "r.json is of a tokenizer of 101 tokens, the draft has a vocabulary of 100"),
+        ((1, 2), 111, "r.json is of a tokenizer of 111 tokens, the draft has a vocabulary of 100"),
         ((1, 2), 89, "r.json is of a tokenizer of 89 tokens, the draft has a vocabulary of 100"),
     ],
 )
 def test_another_vocabulary(ids: Any, tokenizer_size: int | None, cause: str) -> None:
-    assert cause in refused(KeptTokens(tuple(ids), "r.json", tokenizer_size).check, 100)
+    assert cause in refused(KeptTokens(tuple(ids), "r.json", tokenizer_size).within, 100)
 
 
 @pytest.mark.parametrize("tokenizer_size", [None, 90, 100])
 def test_a_vocabulary_that_is_padded(tokenizer_size: int | None) -> None:
-    KeptTokens((1, 99), "r.json", tokenizer_size).check(100)
+    assert KeptTokens((1, 99), "r.json", tokenizer_size).within(100) == (1, 99)
+
+
+def test_tokens_that_the_model_lacks() -> None:
+    """Such as one for padding that was added to the tokenizer."""
+    assert KeptTokens((1, 99, 100), "r.json", 101).within(100) == (1, 99)
 
 
 # In the settings

@@ -140,17 +140,17 @@ def _texts_of_lines(lines: IO[str], file: Path) -> Iterator[str]:
         yield from _texts_in(entry)
 
 
-def _texts_in(entry: Any) -> Iterator[str]:
-    if isinstance(entry, list):
+def _texts_in(entry: Any, *, counts: bool = False) -> Iterator[str]:
+    """The texts of fields that count, at any depth; a list counts as its field does."""
+    if isinstance(entry, str):
+        if counts:
+            yield entry
+    elif isinstance(entry, list):
         for each in entry:
-            yield from _texts_in(each)
+            yield from _texts_in(each, counts=counts)
     elif isinstance(entry, dict):
         for key, value in entry.items():
-            if isinstance(value, str):
-                if key in _TEXT_KEYS:
-                    yield value
-            else:
-                yield from _texts_in(value)
+            yield from _texts_in(value, counts=key in _TEXT_KEYS)
 
 
 def _print_coverage(ranking: Ranking, output: Path) -> None:

@@ -116,13 +116,13 @@ def check_translated(config: Any, settings: Settings) -> None:
                 f"use method={config.method} instead of {METHOD}."
             )
     if settings.kept_tokens is not None:
-        settings.kept_tokens.check(config.draft_model_config.get_vocab_size())
+        settings.kept_tokens.within(config.draft_model_config.get_vocab_size())
     if settings.options.draft_quantization is not None:
         _check_weights_to_round(config)
 
 
 def check_lookup(config: Any, settings: Settings) -> None:
-    """Refuse ``lookup_drafts`` beside what judges or marks the drafts of a head.
+    """Refuse ``lookup_drafts`` beside what judges, marks or prefers the drafts of a head.
 
     Args:
         config: vLLM's ``VllmConfig``.
@@ -137,6 +137,11 @@ def check_lookup(config: Any, settings: Settings) -> None:
         raise EagleMRV2Error(
             "enable_adaptive_verification judges a draft by what the head thinks of it, which says nothing of one "
             "that lookup_drafts has found; leave one of them out."
+        )
+    if getattr(config.speculative_config, "rejection_sample_method", None) == "fly":  # from 0.33 on
+        raise EagleMRV2Error(
+            "rejection_sample_method=fly keeps drafts that the target would not choose, and with lookup_drafts those "
+            "that repeat the request's text; leave one of them out."
         )
     watermark = getattr(config, "watermark_config", None)  # from 0.30 on
     if watermark is not None and not watermark.allow_target_only_watermarking:

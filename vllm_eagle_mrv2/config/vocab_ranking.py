@@ -17,7 +17,7 @@ from vllm_eagle_mrv2.config.options import DraftVocab
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 _REMEDY = "make one with `vllm-eagle-mrv2 rank-vocab`"
-# A model pads its tokenizer's vocabulary a little; a larger difference means that the two do not belong together.
+# A model's vocabulary is a little larger than its tokenizer's, or smaller; more means that they do not belong together.
 _PADDING = 0.1
 
 
@@ -66,8 +66,8 @@ class KeptTokens:
     ranking: str
     tokenizer_size: int | None
 
-    def check(self, vocab_size: int) -> None:
-        """Refuse a draft vocabulary that does not fit the draft.
+    def within(self, vocab_size: int) -> tuple[int, ...]:
+        """Return the ids that a draft has; a tokenizer may have a few more, such as a token for padding.
 
         Args:
             vocab_size: size of the draft's whole vocabulary.
@@ -81,12 +81,13 @@ class KeptTokens:
                 "take a smaller size, or leave draft_vocab out."
             )
         of = self.tokenizer_size
-        if self.ids[-1] >= vocab_size or (of is not None and not (1 - _PADDING) * vocab_size <= of <= vocab_size):
+        if self.ids[-1] >= vocab_size if of is None else abs(of - vocab_size) > _PADDING * vocab_size:
             size = f"a tokenizer of {of} tokens" if of is not None else f"a vocabulary with the token {self.ids[-1]}"
             raise EagleMRV2Error(
                 f"the ranking {self.ranking} is of {size}, the draft has a vocabulary of {vocab_size}; "
                 "make one with `vllm-eagle-mrv2 rank-vocab --tokenizer` and the target's name."
             )
+        return tuple(token for token in self.ids if token < vocab_size)
 
 
 def kept_tokens(asked: DraftVocab) -> KeptTokens:

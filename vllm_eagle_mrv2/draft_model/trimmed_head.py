@@ -33,11 +33,10 @@ class TrimmedHead:
     def __init__(
         self, draft_logits: DraftLogits, tokens: KeptTokens, device: torch.device, *, rounds: bool = False
     ) -> None:
-        self._tokens = tokens
         self._device = device
         self._rounds = rounds
         self.vocab_size: int = draft_logits.processor.org_vocab_size
-        tokens.check(self.vocab_size)
+        self._ids = tokens.within(self.vocab_size)
         self._whole: Any = None
         self.kept: Any = None
         """The head of the kept rows, once the draft has multiplied with it."""
@@ -68,12 +67,12 @@ class TrimmedHead:
     @property
     def size(self) -> int:
         """C, the number of kept tokens."""
-        return len(self._tokens.ids)
+        return len(self._ids)
 
     @functools.cached_property
     def target_ids(self) -> torch.Tensor:
         """[C] int64, the kept tokens in ascending order."""
-        return torch.tensor(self._tokens.ids, dtype=torch.int64, device=self._device)
+        return torch.tensor(self._ids, dtype=torch.int64, device=self._device)
 
     @functools.cached_property
     def offsets(self) -> torch.Tensor:

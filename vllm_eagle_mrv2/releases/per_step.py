@@ -21,12 +21,10 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm_eagle_mrv2.batch.buffers import DraftBatch
 from vllm_eagle_mrv2.classes import class_path
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_model.sampling import sample_and_store
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, DecodeCapture, PrefillCapture
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
-from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, longest_query
 from vllm_eagle_mrv2.releases.schedule import hidden_schedule
 
@@ -55,14 +53,6 @@ class PerStepAdapter(ReleaseAdapter):
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
     prefill_manager_class = PrefillEagleCudaGraphManager
     decode_manager_class = DecodeEagleCudaGraphManager
-
-    def __init__(self, stock: Any, options: Options, asked: AskedGraphs) -> None:
-        super().__init__(stock, options, asked)
-        if options.draft_logits_dtype == "head" and stock.draft_logits is not None:
-            raise EagleMRV2Error(
-                "draft_logits_dtype=head is not exact below vLLM 0.28, whose rejection sampler reads logits after "
-                "temperature; leave it at float32."
-            )
 
     @contextlib.contextmanager
     def decode_capture_sizes(self) -> Iterator[None]:

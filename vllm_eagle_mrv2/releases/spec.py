@@ -60,8 +60,8 @@ class Release:
     """Whether EAGLE-3 runs under pipeline parallelism on these releases."""
     v2_by_environment: bool = False
     """Whether VLLM_USE_V2_MODEL_RUNNER is the only way to select Model Runner V2 on these releases."""
-    unsupported: tuple[str, ...] = ()
-    """Everything else that is refused on these releases, a phrase each, which ``doctor`` lists."""
+    logits_of_any_dtype: bool = True
+    """Whether ``draft_logits_dtype`` may be another than float32: the rejection sampler applies temperature itself."""
 
     def covers(self, version: Version) -> bool:
         """Whether a version belongs to the series; all patch releases of a minor have the same surface."""
@@ -113,6 +113,11 @@ class Release:
             raise EagleMRV2Error(
                 f"method={METHOD} does not support the family {settings.family} on this vLLM release; "
                 f"use method={settings.family}."
+            )
+        if settings.options.draft_logits_dtype != "float32" and not self.logits_of_any_dtype:
+            raise EagleMRV2Error(
+                f"draft_logits_dtype={settings.options.draft_logits_dtype} is not exact below vLLM 0.28, whose "
+                "rejection sampler reads logits after temperature; leave it at float32."
             )
         stages = getattr(engine_args, "pipeline_parallel_size", 1)
         if settings.family == "eagle3" and stages > 1 and not self.eagle3_over_pp:

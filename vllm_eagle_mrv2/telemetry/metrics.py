@@ -76,9 +76,10 @@ class DraftMetrics(Collector):
         )
         for rank, counts in counters.read_counts():
             of_engine = [_info["model_name"], str(rank)]
-            for path, count in counts.phases.items():
-                phases.add_metric([*of_engine, path], count)
-            length.add_metric(of_engine, counts.draft_length)
+            if any(counts.phases.values()) or not counts.seconds:  # otherwise its worker counts elsewhere (Ray)
+                for path, count in counts.phases.items():
+                    phases.add_metric([*of_engine, path], count)
+                length.add_metric(of_engine, counts.draft_length)
             changes.add_metric(of_engine, counts.changes)
             for number, spent in zip(_lengths, counts.seconds_by_length, strict=False):
                 by_length.add_metric([*of_engine, str(number)], spent)

@@ -244,8 +244,9 @@ def _adapter(report: DoctorReport, release: str) -> Release | None:
 
 def _unsupported(adapter: Release, version: Version) -> list[str]:
     """What `Release.check_settings` and the patches refuse on a release, and what Model Runner V2 does not serve."""
-    phrases = [*adapter.unsupported]
-    phrases += [f"{family} drafts: use method={family}" for family in FAMILIES if family not in adapter.families]
+    phrases = [f"{family} drafts: use method={family}" for family in FAMILIES if family not in adapter.families]
+    if not adapter.logits_of_any_dtype:
+        phrases.append("draft_logits_dtype other than float32: the rejection sampler reads logits after temperature")
     if "eagle3" in adapter.families and not adapter.eagle3_over_pp:
         phrases.append("EAGLE-3 with pipeline_parallel_size above 1")
     if "mtp" in adapter.families:

@@ -10,7 +10,7 @@ RELEASE = Release(
     series=("0.20",),
     stock={Behaviour.DRAFT_LOGITS_IN_REPLAY: "", Behaviour.FULL_DECODE_ONLY: ""},
     not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: "", Behaviour.LOCAL_ARGMAX: ""},
-    unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
+    logits_of_any_dtype=False,
     adapter="vllm_eagle_mrv2.releases.v0_20.adapter",
     v2_by_environment=True,
     symbols=(

@@ -12,7 +12,7 @@ RELEASE = Release(
     series=("0.22",),
     stock={Behaviour.DRAFT_LOGITS_IN_REPLAY: "", Behaviour.DECODE_METADATA_REBUILD: "", Behaviour.FULL_DECODE_ONLY: ""},
     not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: ""},
-    unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
+    logits_of_any_dtype=False,
     adapter="vllm_eagle_mrv2.releases.v0_22.adapter",
     symbols=(
         *MONOLITH,

@@ -21,7 +21,7 @@ RELEASE = Release(
         Behaviour.SINGLE_TOKEN_CAPTURE_SIZES: ">=0.25",
     },
     not_offered={Behaviour.DYNAMIC_DRAFT_LENGTH: "<0.25"},
-    unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
+    logits_of_any_dtype=False,
     adapter="vllm_eagle_mrv2.releases.v0_23.adapter",
     symbols=(
         *DRAFT_MODEL,

@@ -21,7 +21,7 @@ RELEASE = Release(
         Behaviour.SINGLE_TOKEN_CAPTURE_SIZES: "",
         Behaviour.LENGTHS_WITHOUT_SYNC: ">=0.27",
     },
-    unsupported=("draft_logits_dtype=head: the rejection sampler reads logits after temperature",),
+    logits_of_any_dtype=False,
     adapter="vllm_eagle_mrv2.releases.v0_26.adapter",
     symbols=(
         *COMMON,
