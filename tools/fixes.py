@@ -192,6 +192,13 @@ FIXES = (
     ),
     Fix(symptom="MTP layers of Qwen3-Next and Qwen3.5 refuse `mamba_cache_mode=all`", stock=">=0.32", why=_MODEL_CLASS),
     Fix(
+        symptom="Block verification: what is drafted again for a position gets the same random numbers, a bias",
+        absent="<0.25",
+        stock=">=0.33",
+        supplied=">=0.25,<0.33",
+        test="unit/test_sampling.py::test_every_draft_step_has_random_numbers_of_its_own",
+    ),
+    Fix(
         symptom="`draft_load_config` is ignored",
         upstream="#55337",
         stock=">=0.31",

@@ -523,7 +523,7 @@ def test_weights_that_vllm_loads_again_are_rounded_into_the_same_memory() -> Non
     assert draft.fc.weight_scale.equal(scales)
 
 
-@pytest.mark.parametrize("name", ["gate", "fused_qkv_a_proj"])
+@pytest.mark.parametrize("name", ["gate", "fused_qkv_a_proj", "wk_weights_proj", "linear_gate"])
 def test_a_router_and_what_other_code_reads_stay(name: str) -> None:
     from vllm.model_executor.layers.linear import ReplicatedLinear
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
+from release_under_test import release
 
 pytest.importorskip("triton")
 
@@ -16,7 +18,7 @@ from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_logits_reference
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
 
-from .stock import ASKED, stock_speculator
+from .stock import ASKED, drafter_on, stock_speculator
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +105,48 @@ def test_what_is_drawn(fp64: bool) -> None:
     counts = torch.bincount(best_tokens(sampled).cpu(), minlength=6).double()
     expected = probabilities * rows
     assert float(((counts - expected) ** 2 / expected).sum()) < 25.7  # p = 1e-4
+
+
+@pytest.mark.parametrize("salted", [True, False])
+def test_every_draft_step_has_random_numbers_of_its_own(salted: bool) -> None:
+    """A position that is drafted again is at an earlier step; only drafts with the target's numbers keep them."""
+    rows, logits = 32, torch.zeros(32, 500, device=DEVICE)
+
+    def drawn(step: int) -> torch.Tensor:
+        sampled = sample_with_logits(
+            logits,
+            torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+            torch.ones(1, device=DEVICE),
+            torch.tensor([42], device=DEVICE),
+            torch.arange(rows, device=DEVICE),
+            torch.tensor(step, device=DEVICE),
+            None,
+            salted=salted,
+            after_temperature=True,
+            fp64=False,
+        )
+        return best_tokens(sampled)
+
+    of_steps = [drawn(step) for step in (0, 1, 2, 2)]
+    assert torch.equal(of_steps[2], of_steps[3])
+    for step in (0, 1):
+        same = int((of_steps[step] == of_steps[step + 1]).sum())
+        assert same < 3 if salted else same == rows
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"), [("block", Version("0.28") <= release < Version("0.33")), ("standard", False)]
+)
+def test_the_releases_own_sampler_gets_other_seeds_at_each_step(method: str, changes: bool) -> None:
+    stock = stock_speculator(draft_logits=torch.zeros(MAX_REQS, STEPS, 7), seeds=torch.arange(MAX_REQS))
+    stock.speculative_config.rejection_sample_method = method
+    adapter = drafter_on(stock).adapter
+    seeds = []
+    for step in (0, 1, 2):
+        adapter.buffers.draft_step.fill_(step)
+        seeds.append(adapter.noise_seeds().tolist())
+    assert seeds[0] == [*range(MAX_REQS)]
+    assert (len({*map(tuple, seeds)}) == 3) is changes
 
 
 def test_greedy_requests_take_the_first_of_the_largest() -> None:

@@ -80,6 +80,12 @@ def test_what_nobody_can_use(requests: list[tuple[int, int, int, int]], unused: 
     assert drafts_unused(batch, states) is unused
 
 
+def test_no_request_is_too_long() -> None:
+    """An error here would end the engine."""
+    states, _ = states_and_batch((20, 20, 2**31 - 1, 24))
+    assert states.max_seq_len.max() == 20 + 2**31 - 1
+
+
 def test_releases_that_keep_the_lengths_are_left_alone() -> None:
     states, sampler = SimpleNamespace(max_seq_len="stock's"), Sampler()
     keep_longest_lengths(states, sampler)

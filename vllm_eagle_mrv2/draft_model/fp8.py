@@ -17,8 +17,10 @@ from vllm_eagle_mrv2.kernels.fp8 import quantized
 
 SCALE = "weight_scale"
 """Name of the parameter that holds the scales [N] float32 of a layer's FP8 weights."""
-# Routers have few weights, and other code reads those of the latent projections.
-_LEFT = frozenset({"gate", "router", "shared_expert_gate", "kv_b_proj", "fused_qkv_a_proj"})
+# Routers have few weights, and other code reads those of the latent projections and of a sparse indexer.
+_LEFT = frozenset(
+    {"gate", "router", "shared_expert_gate", "kv_b_proj", "fused_qkv_a_proj", "wk_weights_proj", "linear_gate"}
+)
 OPTION = "draft_quantization"
 _REMEDY = f"leave {OPTION} out"
 
@@ -142,5 +144,5 @@ def _parameter(data: torch.Tensor) -> torch.nn.Parameter:
 def _refuse(*_: Any, **__: Any) -> None:
     raise EagleMRV2Error(
         f"{OPTION} has rounded the draft's weights, into which none can be loaded directly; update them by vLLM's "
-        f"weight transfer to drafts, or {_REMEDY}."
+        f"weight transfer to drafts (from 0.26 on), or {_REMEDY}."
     )

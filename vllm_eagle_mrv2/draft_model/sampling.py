@@ -15,7 +15,8 @@ def sample_and_store(
 ) -> torch.Tensor:
     """Draft from hidden states [n, H], and store the logits in the row of each request.
 
-    The stock sampler uses the same random numbers for drafts and for the target's tokens, which biases sampled output.
+    The stock sampler uses the same random numbers for drafts and for the target's tokens, and again for what it drafts
+    later for the same position, which biases sampled output.
     Below 0.25 it also writes the logits of padded rows into the rows of live requests.
 
     Args:

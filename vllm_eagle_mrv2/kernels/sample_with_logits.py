@@ -83,6 +83,8 @@ def _sample_blocks_kernel(
         # One part at a time: random numbers take many registers, and the other branch would have to wait for them too.
         step = tl.load(draft_step_ptr)
         seed = tl.load(seeds_ptr + state)
+        if SALTED:
+            seed ^= step << 32  # a position that is drafted again, at an earlier step, gets other random numbers
         position = tl.load(positions_ptr + row) + 1
         for start in range(0, BLOCK, PART):
             part = block * BLOCK + start + tl.arange(0, PART)
@@ -131,7 +133,9 @@ def sample_with_logits(
 
     The random numbers are a function of (seed, position, token).  A rejected draft is replaced by a draw from the
     target's residual distribution, which vLLM keys in the same way.  For the output to follow the target's
-    distribution, the two must not share random numbers; ``salted`` keeps them apart.
+    distribution, the two must not share random numbers; ``salted`` keeps them apart.  Nor may two drafts for a position
+    share them, where drafts decide how many of those before them are accepted (block verification): ``salted`` ones
+    also depend on the draft step, as in vLLM 0.33.
 
     Args:
         logits: [n, V], any floating dtype; with ``offsets``, over the draft's own vocabulary.
@@ -141,7 +145,7 @@ def sample_with_logits(
         positions: [n] int64, the position before that of the drafted token.
         draft_step: [] int64, on the device.
         draft_logits: [R, K, V], written at [state, draft_step] where the temperature is not 0; None stores nothing.
-        salted: use other random numbers than the target does.
+        salted: use other random numbers than the target does, and others at each draft step.
         after_temperature: store logits divided by the temperature.
         fp64: compute noise and compare in float64.
         offsets: [V] int64, the target's token minus the column; None where a column is the token.  Not together with

@@ -66,7 +66,7 @@ def keep_longest_lengths(req_states: Any, sampler: Any) -> None:
     """Add ``max_seq_len``, the final length of each request, to the runner's states, as 0.23 and later have it."""
     if sampler is None or hasattr(req_states, "max_seq_len"):
         return
-    longest = req_states.max_seq_len = np.zeros(req_states.max_num_reqs, dtype=np.int32)
+    longest = req_states.max_seq_len = np.zeros(req_states.max_num_reqs, dtype=np.int64)
     original = sampler.add_request
 
     def add_request(req_idx: int, prompt_len: int, sampling_params: Any) -> Any:

@@ -387,11 +387,15 @@ class ReleaseAdapter:
             buffers.sample_positions[:num_reqs],
             buffers.idx_mapping[:num_reqs],
             buffers.temperature,
-            buffers.seeds,
+            self.noise_seeds(),
             stock.current_draft_step,
             draft_logits,
         )
         return sampled
+
+    def noise_seeds(self) -> torch.Tensor:
+        """Return [R] int64, by which the release's sampler draws its random numbers in this draft step."""
+        return self.buffers.seeds
 
     # Kernels that are compiled ahead
 

@@ -30,6 +30,9 @@ from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, longest_query
 _DECODE_FLAG = "has_prefill" if installed_version() < Version("0.31") else "decode_graph_eligible"
 """The field of a batch that distinguishes decodes from prefills."""
 
+_STEP_IN_NOISE = installed_version() >= Version("0.33")
+"""Whether the stock sampler's random numbers depend on the draft step."""
+
 
 class PrefillEagleCudaGraphManager(PrefillCapture, CudaGraphManager):
     """Graphs of the draft prefill, in the target's memory pool."""
@@ -127,6 +130,15 @@ class FusedAdapter(ReleaseAdapter):
         )
         # 0.28 returns the token counts themselves.
         return self.graph_run(manager, descriptor, getattr(agreed, "num_tokens_across_dp", agreed))
+
+    def noise_seeds(self) -> torch.Tensor:
+        # In block verification drafts decide how many of those before them are accepted.  What is drafted again for a
+        # position must not get the same random numbers.
+        block = self.stock.speculative_config.rejection_sample_method == "block"
+        if _STEP_IN_NOISE or not block or self.stock.draft_logits is None:
+            return super().noise_seeds()
+        mixed: torch.Tensor = self.buffers.seeds ^ (self.buffers.draft_step[0] << 32)
+        return mixed
 
     # Metadata of draft decodes
 
