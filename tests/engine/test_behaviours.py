@@ -28,7 +28,12 @@ TEMPERATURE = 0.9
 
 
 def sampled(
-    options: dict[str, Any], prompts: int = 64, top_k: int = 0, top_p: float = 1.0, **overrides: Any
+    options: dict[str, Any],
+    prompts: int = 64,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    method: str = "standard",
+    **overrides: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [n] sampled at `TEMPERATURE` with probabilistic drafts, and the target's own distribution of each [n, V].
 
@@ -44,7 +49,7 @@ def sampled(
     ]
     with engine(
         "eagle_mrv2",
-        speculative={"draft_sample_method": "probabilistic"},
+        speculative={"draft_sample_method": "probabilistic", "rejection_sample_method": method},
         options=options,
         max_num_seqs=64,
         **overrides,
@@ -105,8 +110,9 @@ def check_follows_the_target(places: np.ndarray) -> None:
     assert abs(deviation(places)) < 3.3  # one in a thousand
 
 
-def test_sampled_output_follows_the_target() -> None:
-    check_follows_the_target(sampled_and_ranks({}))
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_sampled_output_follows_the_target(method: str) -> None:
+    check_follows_the_target(sampled_and_ranks({}, method=method))
 
 
 def test_sampled_output_is_biased_without_draft_logits() -> None:
