@@ -69,7 +69,7 @@ tests() { # job, folder, arguments
     return
   fi
   # An engine of 0.20 leaves behind what the next one of the process trips over, and of 0.22 its GPU memory.
-  "${pytest[@]}" --collect-only -q "$@" >"$folder/collected"
+  "${pytest[@]}" --collect-only "$@" --verbosity=-1 >"$folder/collected"
   while read -r test; do
     ((++reports <= processes)) || wait -n
     { "${pytest[@]}" --junit-xml="$folder/$reports.xml" "$test" >"$folder/$reports.log" 2>&1 </dev/null ||
