@@ -46,8 +46,6 @@ ACCEPTED = {
     "low": [0.45, 0.20, 0.08, 0.03, 0.01],
 }
 """Share of drafts accepted up to each position."""
-REQUESTS = {1: 6, 4: 20, 16: 64, 64: 128, 128: 160, 256: 256}
-"""By requests in flight: requests of a round, for some seconds each; as many as in flight for others."""
 OUTPUT_TOKENS = (64, 256)
 """Requests of one length would fall in step, and rounds differ by how many of their prefills share an iteration."""
 
@@ -95,8 +93,7 @@ def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, A
         }
     for concurrency, kind in product(options.concurrency, options.accepted):
         ask(engines, [Phase(concurrency=0, seconds=0.0, acceptance=ACCEPTED[kind])])
-        traffic = Traffic(output_tokens=OUTPUT_TOKENS, requests=REQUESTS.get(concurrency))
-        row = measure(engines, concurrency, traffic, options.rounds)
+        row = measure(engines, concurrency, Traffic(OUTPUT_TOKENS), options.rounds)
         chosen = [sum(seconds) for seconds in zip(*(one.seconds_by_length for one in row.rounds[AUTO]), strict=True)]
         yield {
             "accepted": kind,

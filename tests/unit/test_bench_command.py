@@ -96,6 +96,10 @@ def test_other_options_stay_as_they_are() -> None:
         (["--shape", "1b", "--family", "mtp"], "eagle and eagle3 only"),
         (["--draft", "x"], "--draft and --family mtp need --model"),
         (["--engine", "{"], "--engine is not JSON"),
+        (
+            ["--engine", '{"max_num_seqs": 4}', "--batch", "1", "8"],
+            "--batch 8 is more than max_num_seqs of --engine, 4.",
+        ),
         (["--engine", "[1]"], "--engine must be a JSON object"),
         (["--option", '{"disable": []}'], "use --disable"),
         (["--option", '{"draft_logits_dtype": "int8"}'], "draft_logits_dtype"),

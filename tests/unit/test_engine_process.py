@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from vllm_eagle_mrv2.cli.common import engine_process
-from vllm_eagle_mrv2.cli.common.engine_process import EngineProcess, environment
+from vllm_eagle_mrv2.cli.common.engine_process import EngineProcess, ended_like_ctrl_c, environment
 from vllm_eagle_mrv2.cli.common.errors import CommandError
 
 Start = Callable[[str], EngineProcess]
@@ -125,6 +126,21 @@ def test_a_broken_command_leaves_nothing(start: Start) -> None:
     with pytest.raises(KeyboardInterrupt), start("return Number(value=os.getpid())") as process:
         interrupted(process)
     assert is_gone(*pids)
+
+
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_leaves_nothing(ends: signal.Signals, start: Start) -> None:
+    before, pids = signal.getsignal(ends), []
+
+    def ended(process: EngineProcess) -> None:
+        pids.append(process.ask(Number(value=1))["value"])
+        os.kill(os.getpid(), ends)
+        time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt), ended_like_ctrl_c(), start("return Number(value=os.getpid())") as process:
+        ended(process)
+    assert is_gone(*pids)
+    assert signal.getsignal(ends) is before
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,18 @@ def test_an_engine_that_drafts_another_number(drafted: float, held: bool, monkey
 def test_the_engine_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
     engine.instead(monkeypatch)
-    sampling = ["--temperature", ".5", "--top-p", ".9", "--output-tokens", "3", "4", "--requests", "200"]
+    sampling = [
+        "--temperature",
+        ".5",
+        "--top-p",
+        ".9",
+        "--output-tokens",
+        "3",
+        "4",
+        "--requests",
+        "200",
+        "--stop-at-eos",
+    ]
     run("-k", "3", "--concurrency", "100", "2", "--option", '{"draft_quantization": "fp8"}', *sampling)
     (setup,) = engine.setups
     ((name, job),) = setup.jobs(engine.ks[0]).items()
@@ -233,6 +244,7 @@ def test_the_engine_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rejection_sample_method" not in job.speculative_config
     assert job.overrides["additional_config"]["eagle_mrv2"] == {"draft_quantization": "fp8", "draft_length": "auto"}
     assert job.arguments["max_num_seqs"] == 100
+    assert not job.ignore_eos
     load = engine.asked[0]
     assert (load.temperature, load.top_p, len(load.requests)) == (0.5, 0.9, 2 + 1 + 200)
     assert [one.concurrency for one in engine.asked[:: len(engine.asked) // 2]] == [2, 100]
@@ -341,7 +353,8 @@ def test_the_best_number_stands_out() -> None:
 
 
 def test_a_schedule_to_paste() -> None:
-    *_, heading, line = shown(report(*FEWER_AS_MORE_COME), width=100)
+    *_, measured, heading, line = shown(report(*FEWER_AS_MORE_COME), width=100)
+    assert measured.startswith("Measured with up to ")
     assert heading == "A fixed schedule:"
     option, value = shlex.split(line)  # one line, however long
     assert option == "--speculative-config"
@@ -362,14 +375,18 @@ def test_one_number_needs_no_schedule(started: Started) -> None:
 
 def test_no_drafts_at_all() -> None:
     none = report(row(1, 100, 50), row(4, 100, 50))
-    assert shown(none)[-1] == "K=0 makes the most tokens a second throughout: serve without speculation."
+    assert shown(none)[-1] == (
+        "Measured with up to 4 requests in flight. K=0 makes the most tokens a second throughout: serve without "
+        "speculation."
+    )
     assert none.speculative_config is None
 
 
 def test_a_release_without_such_a_setting() -> None:
     old = report(*FEWER_AS_MORE_COME, started=OLD)
     setting = "num_speculative_tokens_per_batch_size"
-    assert shown(old)[-1] == f"vLLM 0.24.0 has no {setting}: set draft_length: auto and num_speculative_tokens: 2."
+    advice = f"has no {setting}: set draft_length: auto and num_speculative_tokens: 2."
+    assert shown(old)[-1] == f"Model Runner V2 of vLLM 0.24.0 {advice}"
     assert old.speculative_config is None
     assert old.to_json()["schedule"]
     assert report(*FEWER_AS_MORE_COME, started=OLD.model_copy(update={"vllm_version": "0.25.1"})).speculative_config

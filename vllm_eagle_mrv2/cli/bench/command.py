@@ -64,7 +64,7 @@ def bench(
     tokens: Annotated[
         int | None, typer.Option(min=2, help="Tokens to generate for each request (default 256; on a CPU 32).")
     ] = None,
-    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End texts at their end of sequence.")] = False,
+    stop_at_eos: arguments.StopAtEos = False,
     prompts: arguments.Prompts = None,
     max_model_len: arguments.MaxModelLen = None,
     gpu_memory_utilization: arguments.GpuMemory = None,
@@ -86,6 +86,7 @@ def bench(
         most = max(batch)
         of_shape = ShapeRequests(token_prompts(most), most * (PROMPT_TOKENS + (tokens or _TOKENS)))
         overrides = arguments.json_object("--engine", engine)
+        arguments.check_in_flight("--batch", most, overrides)
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
                 subject=subject_of(

@@ -30,7 +30,7 @@ from vllm_eagle_mrv2.cli.common.load.types import Level
 from vllm_eagle_mrv2.cli.common.progress import Track, progress
 from vllm_eagle_mrv2.cli.common.subject import ShapeRequests, subject_of
 
-_ROUNDS, _ROUNDS_ON_CPU = 15, 2
+_ROUNDS, _ROUNDS_ON_CPU = 9, 2
 
 
 def bench_load(
@@ -47,11 +47,11 @@ def bench_load(
         list[float] | None, typer.Option(min=0.001, help="Requests a second, however many are in flight: 2 4 8.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=2, help="Measurements of each engine (default 15; on a CPU 2).")
+        int | None, typer.Option(min=2, help="Measurements of each engine (default 9; on a CPU 2).")
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4; 30 s at a rate)."),
+        typer.Option(min=1, help="Requests a round (default up to 4 for each in flight; 30 s at a rate)."),
     ] = None,
     prompt_tokens: arguments.PromptTokens = USUAL_PROMPTS,
     output_tokens: arguments.OutputTokens = (64, 256),
@@ -64,7 +64,7 @@ def bench_load(
         bool, typer.Option(help="Start a second engine with stock's method, to see what a difference is worth.")
     ] = True,
     baseline: Annotated[bool, typer.Option("--baseline", help="Start an engine without speculation, too.")] = False,
-    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End texts at their end of sequence.")] = False,
+    stop_at_eos: arguments.StopAtEos = False,
     prompts: arguments.Prompts = None,
     max_model_len: arguments.MaxModelLen = None,
     gpu_memory_utilization: arguments.GpuMemory = None,
@@ -89,6 +89,7 @@ def bench_load(
         most = max(level.concurrency or MAX_NUM_SEQS for level in levels)
         of_shape = ShapeRequests(random_prompts(prompt_tokens), most * traffic.tokens_of_a_request(prompt_tokens))
         overrides = arguments.json_object("--engine", engine)
+        arguments.check_in_flight("--concurrency", max(level.concurrency or 0 for level in levels), overrides)
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(
                 subject=subject_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -13,7 +14,10 @@ from vllm_eagle_mrv2.cli.common.load.types import Level, LoadRound, throughput
 Metric = Literal["tokens_per_second", "tpot_p50_ms"]
 FIGURES = ("tokens_per_second", "tpot_p50_ms", "ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms", "accepted_length")
 AGREEMENT = 0.02
-"""By how much two engines of the same kind may differ if a row is to have a verdict."""
+"""By how much two engines of the same kind may differ if a row is to have a verdict, and what a difference must exceed.
+
+One control says too little of how far equal engines are apart for a finer bound.
+"""
 
 
 class Gain(NamedTuple):
@@ -49,12 +53,18 @@ class LoadRow(BaseModel):
 
     def gain(self, engine: int) -> Gain:
         """How many times better than the first an engine is in the decisive metric; above 1 it is better."""
-        pairs = list(zip(self.rounds[0], self.rounds[engine], strict=True))
-        pairs = [pair for pair in pairs if all(getattr(one, self.decisive) for one in pair)]
-        if not pairs:
+        if not (pairs := self._pairs(engine)):
             return Gain(0.0, 0.0, 0.0)
-        ratios = [self._ratio([theirs], [mine]) for theirs, mine in pairs]
+        ratios = self._ratios(engine)
         return Gain(self._ratio(*zip(*pairs, strict=True)), min(ratios), max(ratios))
+
+    def _pairs(self, engine: int) -> list[tuple[LoadRound, LoadRound]]:
+        """The rounds of the first engine and of another, where both have the decisive metric."""
+        pairs = zip(self.rounds[0], self.rounds[engine], strict=True)
+        return [pair for pair in pairs if all(getattr(one, self.decisive) for one in pair)]
+
+    def _ratios(self, engine: int) -> list[float]:
+        return [self._ratio([theirs], [mine]) for theirs, mine in self._pairs(engine)]
 
     def _ratio(self, theirs: Sequence[LoadRound], mine: Sequence[LoadRound]) -> float:
         if self.decisive == "tokens_per_second":
@@ -80,8 +90,9 @@ class LoadRow(BaseModel):
             return "no control"
         if self.noise > AGREEMENT:
             return f"none: two engines with {self.names[0]} differ by {self.noise:.1%}"
-        gain = self.gain(-1).overall - 1
-        if abs(gain) <= self.noise:
+        gain, ratios = self.gain(-1).overall - 1, self._ratios(-1)
+        error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.inf
+        if abs(gain) <= max(AGREEMENT, 2 * error):
             return "no difference"
         return f"{abs(gain):.1%} {'better' if gain > 0 else 'worse'}"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -42,8 +43,12 @@ EngineArguments = Annotated[
     str, typer.Option(metavar="JSON", help="Further arguments for the engines, as for LLM(...).")
 ]
 Prompts = Annotated[
-    Path | None, typer.Option(dir_okay=False, exists=True, help='A prompt a line, or JSON lines with "prompt".')
+    Path | None,
+    typer.Option(
+        dir_okay=False, exists=True, help='A prompt a line, or JSON lines with "prompt"; no chat template is applied.'
+    ),
 ]
+StopAtEos = Annotated[bool, typer.Option("--stop-at-eos", help="End texts at their end of sequence.")]
 MaxModelLen = Annotated[int | None, typer.Option(min=1, help="As in vLLM (default 4096; for the demo pair 512).")]
 GpuMemory = Annotated[
     float | None,
@@ -102,6 +107,13 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CommandError(f"{option} must be a JSON object, such as '{{\"name\": 1}}', not {text}", 2)
     return value
+
+
+def check_in_flight(option: str, most: float, overrides: Mapping[str, Any]) -> None:
+    """Raise `CommandError` if so many requests at a time are more than ``--engine`` lets run."""
+    limit = overrides.get("max_num_seqs", math.inf)
+    if most > limit:
+        raise CommandError(f"{option} {most:g} is more than max_num_seqs of --engine, {limit}.", 2)
 
 
 def method_options(text: str, disable: list[str]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -54,6 +54,17 @@ def environment(method: str | None, **defaults: str) -> dict[str, str]:
         del variables["VLLM_USE_V2_MODEL_RUNNER"]  # eagle_mrv2 selects it by itself
         variables.pop(kill_switch.VARIABLE, None)  # or the stock method would run under the name eagle_mrv2
     return variables
+
+
+@contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Context in which SIGTERM and SIGHUP raise `KeyboardInterrupt`: engines would otherwise outlive the command."""
+    before = {one: signal.signal(one, signal.default_int_handler) for one in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 class EngineProcess:

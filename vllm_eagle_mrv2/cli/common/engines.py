@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli.common.engine_process import EngineProcess, environment
+from vllm_eagle_mrv2.cli.common.engine_process import EngineProcess, ended_like_ctrl_c, environment
 from vllm_eagle_mrv2.cli.common.errors import CommandError
 from vllm_eagle_mrv2.cli.common.subject import FIXED_KV_CACHE, Subject
 from vllm_eagle_mrv2.cli.common.types import Job, Started
@@ -68,7 +68,7 @@ class Setup:
             CommandError: one of them does not start.
         """
         jobs, started = self.jobs(k), []
-        with ExitStack() as stack:
+        with ended_like_ctrl_c(), ExitStack() as stack:
             processes = {name: stack.enter_context(self._process(name, job.method)) for name, job in jobs.items()}
             # An engine that sizes its KV cache by the free memory must start while no other engine allocates.
             alone = any(FIXED_KV_CACHE not in job.arguments | job.overrides for job in jobs.values())

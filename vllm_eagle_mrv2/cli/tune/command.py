@@ -9,7 +9,6 @@ started as asked.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,7 +50,7 @@ def tune(
         int | None, typer.Option(min=1, help="Measurements of each number (default 5; on a CPU 1).")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests a round (default as many as in flight, at least 4).")
+        int | None, typer.Option(min=1, help="Requests a round (default up to 4 for each in flight).")
     ] = None,
     prompt_tokens: arguments.PromptTokens = USUAL_PROMPTS,
     output_tokens: arguments.OutputTokens = (64, 256),
@@ -60,6 +59,7 @@ def tune(
     acceptance: arguments.Acceptance = None,
     option: arguments.MethodOptions = "{}",
     engine: arguments.EngineArguments = "{}",
+    stop_at_eos: arguments.StopAtEos = False,
     prompts: arguments.Prompts = None,
     max_model_len: arguments.MaxModelLen = None,
     gpu_memory_utilization: arguments.GpuMemory = None,
@@ -92,6 +92,7 @@ def tune(
                 overrides=overrides,
                 max_num_seqs=max([MAX_NUM_SEQS, *levels]),
                 gpu_memory_utilization=gpu_memory_utilization,
+                ignore_eos=not stop_at_eos,
                 verbose=verbose,
                 worker=WORKER,
             )
@@ -136,9 +137,7 @@ def _overrides(text: str, levels: Sequence[int]) -> dict[str, Any]:
     if reason is not None:
         cause = reason.partition(";")[0]
         raise CommandError(f"tune varies the number of draft tokens, and --engine keeps it from that: {cause}.", 2)
-    most = overrides.get("max_num_seqs", math.inf)
-    if levels and levels[-1] > most:
-        raise CommandError(f"--concurrency {levels[-1]} is more than max_num_seqs of --engine, {most}.", 2)
+    arguments.check_in_flight("--concurrency", max(levels, default=0), overrides)
     return overrides
 
 

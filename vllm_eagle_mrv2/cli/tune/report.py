@@ -126,10 +126,12 @@ def _advice(report: TuneReport) -> list[str]:
     if not lengths:
         return []
     most, config = max(lengths), report.speculative_config
+    measured = f"Measured with up to {max(row.concurrency for row in report.rows)} requests in flight."
     if not most:
-        return ["K=0 makes the most tokens a second throughout: serve without speculation."]
+        return [f"{measured} K=0 makes the most tokens a second throughout: serve without speculation."]
     if config is None:
         version = report.started.vllm_version
-        return [f"vLLM {version} has no {SCHEDULE}: set draft_length: auto and num_speculative_tokens: {most}."]
+        runner = f"Model Runner V2 of vLLM {version}"
+        return [f"{runner} has no {SCHEDULE}: set draft_length: auto and num_speculative_tokens: {most}."]
     heading = "A fixed schedule:" if SCHEDULE in config else f"num_speculative_tokens: {most} will do throughout:"
-    return [heading, f"--speculative-config {shlex.quote(json.dumps(config))}"]
+    return [measured, heading, f"--speculative-config {shlex.quote(json.dumps(config))}"]

@@ -12,10 +12,12 @@ from vllm_eagle_mrv2.cli.common.shapes import VOCABULARY
 
 WORKER = "vllm_eagle_mrv2.cli.common.load.worker"
 """The module that the process of an engine under load runs."""
-_FEWEST, _FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 4, 12, 30
+_FEWEST, _MORE = 6, 48  # with one request in flight, and beyond those in flight: a round of an 8B model takes seconds
+_FEWEST_AT_A_RATE, _SECONDS_OF_A_RATE = 12, 30
 _FEWEST_TO_MEASURE = 3  # at a rate: one before, one whose end is measured, one that ends the round when it is sent
 _SPECIAL_TOKENS = 10
 _PROMPTS = 256
+_PLACES = 1 << 16  # among which a round begins: more than prompts, which are taken again from the first one on
 SETTLES_S = 5.0
 """Seconds that an engine's own choice of the number of draft tokens has to settle."""
 USUAL_PROMPTS = (128, 1024)
@@ -44,7 +46,8 @@ class Traffic:
         if level.rate is not None:
             usual = max(_FEWEST_AT_A_RATE, round(level.rate * _SECONDS_OF_A_RATE))
             return max(self.requests or usual, _FEWEST_TO_MEASURE)
-        return self.requests or max(_FEWEST, level.concurrency or 1)
+        many = level.concurrency or 1
+        return self.requests or max(_FEWEST, min(4 * many, many + _MORE))
 
     def _place(self, turn: int) -> int:
         return self.prompts[turn % len(self.prompts)] if self.prompts else turn
@@ -55,7 +58,7 @@ class Traffic:
         Those that fill an engine end one after the other, as if they had begun one after the other.
         """
         draw, arrives, requests = random.Random(seed), 0.0, []
-        first = draw.randrange(_PROMPTS)
+        first = draw.randrange(_PLACES)
         fill = level.concurrency + 1 if fills and level.concurrency is not None else 0
         for number in range(fill + self.requests_of(level)):
             output_tokens = draw.randint(*self.output_tokens)
