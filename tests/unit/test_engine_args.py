@@ -277,6 +277,15 @@ def test_arguments_copied_after_use_are_still_ours(models: dict[str, str]) -> No
     assert settings_in(dataclasses.replace(arguments).create_engine_config()) == Settings("eagle", Options())
 
 
+def test_used_arguments_as_a_dictionary(models: dict[str, str]) -> None:
+    """`dataclasses.asdict` takes the settings apart."""
+    arguments = ask(models, additional_config={"eagle_mrv2": {"disable": ["full_decode_only"]}})
+    settings = settings_in(arguments.create_engine_config())
+    taken_apart = dataclasses.asdict(arguments)["speculative_config"]
+    again = dataclasses.replace(arguments, speculative_config=taken_apart)
+    assert settings_in(again.create_engine_config()) == settings != None  # noqa: E711
+
+
 def used(arguments: EngineArgs) -> EngineArgs:
     assert settings_in(arguments.create_engine_config()) is not None
     return arguments
@@ -844,6 +853,16 @@ def test_a_checkpoint_that_names_its_target(
         config.model_config.model,
         config.speculative_config.model,
     )
+
+
+def test_a_checkpoint_that_is_given_twice_offline(hub: Callable[[str, dict[str, Any]], str]) -> None:
+    """There vLLM has replaced the name of the model by its folder."""
+    target = hub("some/target", LLAMA)
+    head, other = (hub(name, speculators(target)) for name in ("some/head", "some/other"))
+    twice = {"method": "eagle_mrv2", "model": head, "num_speculative_tokens": 2}
+    config = EngineArgs(model=head, speculative_config=twice, load_format="dummy").create_engine_config()
+    assert settings_in(config) is not None
+    assert "names its own target" in refused(EngineArgs(model=other, speculative_config=twice))
 
 
 def test_a_checkpoint_that_names_its_target_beside_another_draft(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +70,8 @@ def test_nothing_of_a_worker_is_replaced_before_one_drafts() -> None:
     """Whatever imports the adapters replaces nothing: `doctor`, say."""
     pytest.importorskip("vllm")
     script = """
+import dataclasses
+import functools
 import importlib
 from vllm_eagle_mrv2 import patches, plugin, releases
 
@@ -93,6 +97,17 @@ def test_only_the_inventory_wraps() -> None:
         if re.search(r"(?<!def )\bwrap\(|wrapt\.|excepthook =", file.read_text(encoding="utf-8"))
     }
     assert callers == {"patches/__init__.py", "patches/last_line.py"}
+
+
+def test_what_another_vllm_lacks_or_has_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stock engine may run on a release that this package does not know."""
+    theirs: Any = ModuleType("vllm.engine.core_of_tomorrow")
+    theirs.VllmConfig = type("VllmConfig", (), {"use_v2_model_runner": functools.cached_property(lambda self: False)})
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    for path in ("EngineCore._initialize_kv_caches", "VllmConfig.use_v2_model_runner"):
+        patch = dataclasses.replace(patches.PATCHES[0], target=f"{theirs.__name__}:{path}")
+        patch.put_in_place()
+    assert theirs.VllmConfig().use_v2_model_runner is False
 
 
 def test_an_unknown_target_is_no_patch() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_eagle_mrv2 import patches
+from vllm_eagle_mrv2 import __version__, patches
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_length.notes import GraphTime, graph_times_of
@@ -140,6 +140,18 @@ def test_vllms_engine_core_asks() -> None:
     from vllm.v1.engine.core import EngineCore
 
     assert hasattr(EngineCore._initialize_kv_caches, "_eagle_mrv2_original")
+
+
+def test_settings_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks may draft otherwise."""
+    sent_settings.with_check()
+    sent = pickle.dumps(REQUEST)
+    assert pickle.loads(sent) == REQUEST
+    monkeypatch.setattr(sent_settings, "__version__", "99.0")
+    with pytest.raises(
+        EagleMRV2Error, match=f"has vllm-eagle-mrv2 99.0, and the engine is configured with {__version__}"
+    ):
+        pickle.loads(sent)
 
 
 def test_a_process_that_a_request_arrives_in_asks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from packaging.version import Version
@@ -40,14 +41,16 @@ def take_settings(engine_args: Any, installed: Callable[[], tuple[Release, Versi
     if isinstance(given, str):
         given = parse_short_form(given) or given
     if isinstance(given, dict) and MARKER in given:
-        settings = cast(Settings, given[MARKER])
-        method, *draft = settings.asked or (METHOD,)
-        unchanged = given.get("method") == settings.family
+        marker = given[MARKER]
+        if isinstance(marker, dict):  # dataclasses.asdict has taken it apart
+            marker = SimpleNamespace(**{**marker, "options": None})
+        method, *draft = marker.asked or (METHOD,)
+        unchanged = given.get("method") == marker.family
         as_before = [given.get("model"), given.get("revision")] == draft
-        as_before &= parse_options(engine_args.additional_config) == settings.options
-        as_before &= is_on(given.get("enforce_eager")) == settings.enforce_eager
+        as_before &= parse_options(engine_args.additional_config) == marker.options
+        as_before &= is_on(given.get("enforce_eager")) == marker.enforce_eager
         if unchanged and as_before and not kill_switch.is_on():
-            return settings
+            return cast(Settings, marker)
         # The arguments were used before, and since then they were changed or switched off: translate them again.
         given = {key: value for key, value in given.items() if key != MARKER}
         if unchanged:

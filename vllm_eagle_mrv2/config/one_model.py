@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
 from vllm_eagle_mrv2.config.checkpoints import Reader, is_stored
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
@@ -33,7 +35,7 @@ def split(engine_args: Any, asked: Mapping[str, Any], reader: Reader) -> dict[st
             return dict(asked)
     except EagleMRV2Error:  # vLLM reports it for the target, or reads the target in another way
         return dict(asked)
-    if asked.get("model") not in (None, "", checkpoint):
+    if not _is_same(asked.get("model"), asked.get("revision"), checkpoint):
         raise EagleMRV2Error(
             f"{checkpoint} is a draft that names its own target, and {asked['model']} is given as the draft; give the "
             "target as the model, or leave model out of the speculative configuration."
@@ -57,3 +59,13 @@ def split(engine_args: Any, asked: Mapping[str, Any], reader: Reader) -> dict[st
     tokens = found.get("num_speculative_tokens") if found else None
     filled = {} if tokens is None else {"num_speculative_tokens": tokens}
     return {**filled, **{key: value for key, value in asked.items() if value is not None}, "model": checkpoint}
+
+
+def _is_same(draft: str | None, revision: str | None, checkpoint: str) -> bool:
+    """Whether the draft is not given, or is the checkpoint, whose name vLLM replaces by its folder when offline."""
+    if not draft or draft == checkpoint:
+        return True
+    try:
+        return snapshot_download(draft, revision=revision, local_files_only=True) == checkpoint
+    except (OSError, ValueError):  # it is no name, or is not there
+        return False

@@ -6,7 +6,6 @@ without ``eagle_mrv2`` each wrapper calls the original.  ``vllm-eagle-mrv2 docto
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,7 +74,10 @@ class Patch:
     def _owner_and_name(self) -> tuple[Any, str]:
         module, _, path = self.target.partition(":")
         *owners, name = path.split(".")
-        return functools.reduce(getattr, owners, importlib.import_module(module)), name
+        owner: Any = importlib.import_module(module)
+        for each in owners:
+            owner = getattr(owner, each, None)
+        return owner, name
 
 
 PATCHES: tuple[Patch, ...] = (

@@ -106,9 +106,9 @@ def always_v2(original: Function) -> Function:
 def limits_in_our_words(original: Function) -> Function:
     """Wrap ``VllmConfig._validate_v2_model_runner``: its messages name ``eagle_mrv2`` if it was asked for."""
 
-    def validate(self: Any) -> None:
+    def validate(self: Any, *args: Any, **kwargs: Any) -> None:
         if settings_of(self.speculative_config) is None:
-            original(self)
+            original(self, *args, **kwargs)
             return
         from vllm.logger import init_logger
 
@@ -124,10 +124,10 @@ def limits_in_our_words(original: Function) -> Function:
 def prefills_captured(original: Function) -> Function:
     """Wrap ``VllmConfig._set_cudagraph_sizes``: to vLLM's own choice it adds larger sizes (`config.captured_sizes`)."""
 
-    def set_cudagraph_sizes(self: Any) -> None:
+    def set_cudagraph_sizes(self: Any, *args: Any, **kwargs: Any) -> None:
         compilation = self.compilation_config
         given = compilation.cudagraph_capture_sizes or compilation.max_cudagraph_capture_size
-        original(self)
+        original(self, *args, **kwargs)
         sizes = compilation.cudagraph_capture_sizes
         if given or not sizes or settings_of(self.speculative_config) is None:
             return

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copyreg
 from typing import Any
 
-from vllm_eagle_mrv2 import patches
+from vllm_eagle_mrv2 import __version__, patches
 from vllm_eagle_mrv2.config.method import Settings
+from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 
 def with_check() -> None:
@@ -14,12 +15,21 @@ def with_check() -> None:
     copyreg.pickle(Settings, _reduced)  # type: ignore[arg-type]
 
 
-def arrived(fields: dict[str, Any]) -> Settings:
-    """Return unpickled settings, and put the check in place."""
+def arrived(fields: dict[str, Any], version: str = "an earlier version") -> Settings:
+    """Return unpickled settings, and put the check in place.
+
+    Raises:
+        EagleMRV2Error: another version of this package has sent them, whose ranks may draft otherwise.
+    """
+    if version != __version__:
+        raise EagleMRV2Error(
+            f"this process has vllm-eagle-mrv2 {__version__}, and the engine is configured with {version}; install the "
+            "same version on all nodes."
+        )
     with_check()  # they may be sent on
     patches.hook(patches.patch_of("vllm.v1.engine.core:EngineCore._initialize_kv_caches"))
     return Settings(**fields)
 
 
 def _reduced(settings: Settings) -> tuple[Any, ...]:
-    return arrived, (vars(settings),)
+    return arrived, (vars(settings), __version__)

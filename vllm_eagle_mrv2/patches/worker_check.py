@@ -27,7 +27,7 @@ def workers_asked(original: Function) -> Function:
     Where the number of draft tokens is chosen, it asks them afterwards what their graphs take.
     """
 
-    def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+    def initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         chooses = bool(lengths_to_choose_from(vllm_config))
         if settings_of(vllm_config.speculative_config) is not None:
             try:
@@ -37,7 +37,7 @@ def workers_asked(original: Function) -> Function:
                 raise
             if chooses:
                 patches.apply(patches.Scope.SCHEDULER, releases.installed_version())
-        result = original(self, vllm_config)
+        result = original(self, vllm_config, *args, **kwargs)
         if chooses:
             note_graph_times(vllm_config, self.collective_rpc(graph_times)[0])
         return result

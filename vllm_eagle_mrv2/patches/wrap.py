@@ -16,12 +16,12 @@ _ORIGINAL = "_eagle_mrv2_original"
 def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
     """Replace a function, a static method or a property's getter by ``wrapper(original)``.
 
-    Attributes that are already wrapped or do not exist are left alone: a vLLM that lacks something is refused only when
-    an engine asks for ``eagle_mrv2``.
+    Attributes that are already wrapped, do not exist or are something else are left alone: a vLLM that lacks something
+    is refused only when an engine asks for ``eagle_mrv2``.
     """
     attribute = inspect.getattr_static(owner, name, None)
     original = original_of(attribute)
-    if original is None or hasattr(original, _ORIGINAL):
+    if not callable(original) or hasattr(original, _ORIGINAL):
         return
     wrapped = functools.wraps(original)(wrapper(original))
     setattr(wrapped, _ORIGINAL, original)
