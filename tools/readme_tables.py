@@ -41,6 +41,8 @@ GAINS = (
     "8b eagle3, K=3, batch 32",
 )
 """The cases that the README shows."""
+GAINS_ON = "H200"
+"""The card of these figures."""
 PACKAGES = {"0.1.0": ("0.26", "0.32"), "0.2.0": tuple(f"0.{minor}" for minor in (20, *range(22, 34)))}
 """Minor releases of vLLM that each version of this package supports."""
 PLACES = ("H200", "H100", "CPU engine")
@@ -251,15 +253,17 @@ def compatibility_section() -> str:
 
 def _verdict(runs: list[Result], place: str) -> str:
     tests = [run.tests for run in runs if run.where == place and run.tests is not None]
-    failed = sum(one.failed for one in tests)
-    return f"{failed} failed" if failed else "●" if tests else "-"
+    failed, not_run = (sum(getattr(one, which) for one in tests) for which in ("failed", "not_run"))
+    passed = f"● ({not_run} not run)" if not_run else "●"
+    return f"{failed} failed" if failed else passed if tests else "-"
 
 
 def gains_section() -> str:
     """Speedups in the cases of the README, on the releases with more than two of them measured."""
     rows: dict[str, dict[str, Iteration]] = {case: {} for case in GAINS}
     for release, runs in _by_release():
-        cases = {f"{one.case}, batch {one.batch}": one for one in _timed(runs) if not one.without}
+        of_card = [run for run in runs if run.where == GAINS_ON]
+        cases = {f"{one.case}, batch {one.batch}": one for one in _timed(of_card) if not one.without}
         if len(cases.keys() & rows.keys()) > 2:
             for case in cases.keys() & rows.keys():
                 rows[case][release] = cases[case]
@@ -267,7 +271,7 @@ def gains_section() -> str:
         "Time of an engine iteration with the stock speculator of the same release / with `eagle_mrv2`, median and "
         "quartiles; above 1, `eagle_mrv2` is faster; - not measured yet."
     )
-    return _crossed("H200, steady decode", rows, Version) + f"\n\n{legend}"
+    return _crossed(f"{GAINS_ON}, steady decode", rows, Version) + f"\n\n{legend}"
 
 
 def behaviours_section() -> str:
@@ -412,6 +416,7 @@ def lengths_section() -> str:
         if isinstance(one, Lengths)
     ]
     known = any(one.chosen for _, one in found)
+    held = list(dict.fromkeys(name for _, one in found for name in one.tokens_per_second if name != AUTO))
     rows = []
     for place, one in found:
         speeds = dict(one.tokens_per_second)
@@ -419,11 +424,10 @@ def lengths_section() -> str:
         best = max(speeds, key=lambda name: speeds[name])
         chosen = [_chosen(one, speeds)] if known else []
         shares = [_share_of(one, best, auto / speeds[best]), *chosen, f"{auto / speeds['0']:.2f}"]
-        cells = [f"{speed:.0f}" for speed in (*speeds.values(), auto)]
+        cells = [*(f"{speeds[name]:.0f}" if name in speeds else "-" for name in held), f"{auto:.0f}"]
         rows.append([place, one.case, one.accepted, str(one.concurrency), *cells, *shares])
-    held = list(dict.fromkeys(f"K={name}" for _, one in found for name in one.tokens_per_second if name != AUTO))
     ratios = [f"{AUTO} / best", *(["chosen / best"] if known else []), f"{AUTO} / K=0"]
-    heads = ["vLLM", "case", "accepted", "in flight", *held, AUTO, *ratios]
+    heads = ["vLLM", "case", "accepted", "in flight", *(f"K={name}" for name in held), AUTO, *ratios]
     return _with_plots(_table(heads, rows, "---"), "lengths", Lengths) if rows else "Not measured yet."
 
 

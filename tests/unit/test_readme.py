@@ -189,6 +189,7 @@ def test_speeds_with_a_real_model(tables: ModuleType, results: Path) -> None:
 def test_chosen_draft_lengths(tables: ModuleType, results: Path) -> None:
     about = {"shape": "8b", "method": "eagle3", "k": 1}
     steady = {**about, "accepted": "low", "concurrency": 8, "tokens_per_second": {"0": 100, "1": 80, "auto": 98}}
+    fewer = {**steady, "tokens_per_second": {"0": 100, "auto": 98}}
     speeds = {"0": [100.0, 50.0], "1": [80.0, 90.0], "auto": [99.0, 81.0]}
     course = {"tokens_per_second": [[90.0, 99.0], [60.0]], "draft_length": [[1, 0], [1]]}
     changing = {**about, "change": "load", "tokens_per_second": speeds, "course": course}
@@ -196,13 +197,14 @@ def test_chosen_draft_lengths(tables: ModuleType, results: Path) -> None:
     rounds = {"0": [(80.0, 0.0), (100.0, 0.0), (133.3, 0.0)], "auto": [(78.4, 0.5), (98.0, 0.5), (133.3, 0.5)]}
     chosen = {"0": 3.0, "1": 1.0}
     (results / "h100.json").write_text(
-        result(where="H100", draft_lengths=[steady, {**steady, "rounds": rounds, "chosen": chosen}, changing])
+        result(where="H100", draft_lengths=[steady, {**steady, "rounds": rounds, "chosen": chosen}, fewer, changing])
     )
     assert tables.lengths_section().splitlines() == [
         "| vLLM | case | accepted | in flight | K=0 | K=1 | auto | auto / best | chosen / best | auto / K=0 |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 | - | 0.98 |",
         "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | 80 | 98 | 0.98 ± 0.01 | 0.950 | 0.98 |",  # of 0.98, 0.98, 1
+        "| 0.26.0, H100 | 8b eagle3, K=1 | low | 8 | 100 | - | 98 | 0.98 | - | 0.98 |",
         "",
         "![lengths, 0.26.0, H100](draft-length-lengths-0.26.0-h100.svg)",
     ]
@@ -229,6 +231,7 @@ def test_gains_are_those_of_releases_with_most_cases(tables: ModuleType, results
     rows = [{**one, "quartiles": [1.2, 1.3]}, {**one, "k": 7}, {**one, "k": 7, "batch": 32}]
     (results / "a.json").write_text(result(iteration_ms=rows))
     (results / "b.json").write_text(result(vllm="0.22.1", iteration_ms=rows[:1]))
+    (results / "c.json").write_text(result(vllm="0.33.0", where="H100", iteration_ms=rows))
     head, _, *lines = tables.gains_section().splitlines()
     assert head == "| H200, steady decode | 0.26.0 |"
     assert lines[0] == "| 1b eagle, K=3, batch 1 | 1.25 (1.20 to 1.30) |"
@@ -246,6 +249,8 @@ def test_where_tests_ran(tables: ModuleType, results: Path) -> None:
         cells[parts[1]] = parts[column]
     assert cells["vllm-eagle-mrv2 0.1.0"] == "●"
     assert cells["tests passed on: H200"] == "1 failed"
+    (results / "h200.json").write_text(result(tests={"passed": 3, "failed": 0, "skipped": 0, "not_run": 2}))
+    assert "● (2 not run)" in tables.compatibility_section()
     assert cells["tests passed on: CPU engine"] == "●"
     assert cells["tests passed on: H100"] == "-"
 
