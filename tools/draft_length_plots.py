@@ -8,6 +8,8 @@ by requests in flight, and the course of the engine's own choice while the load 
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 
 import matplotlib as mpl
@@ -27,8 +29,9 @@ def draw_lengths(lines: list[Lengths]) -> Figure:
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         rows = [one for one in lines if one.accepted == kind]
         at = [one.concurrency for one in rows]
-        for name in rows[0].tokens_per_second:
-            shares = [one.tokens_per_second[name] / one.tokens_per_second["0"] for one in rows]
+        for name in dict.fromkeys(itertools.chain.from_iterable(one.tokens_per_second for one in rows)):
+            speeds = [one.tokens_per_second for one in rows]
+            shares = [each.get(name, math.nan) / each["0"] for each in speeds]
             own = name == AUTO
             color, label = ("black", AUTO) if own else (None, f"K={name}")
             axes.plot(
