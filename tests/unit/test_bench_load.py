@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY, Gauge
 from scripts import script
 from typer.testing import CliRunner
 
@@ -41,7 +42,13 @@ from vllm_eagle_mrv2.cli.common.load.balance import (
 )
 from vllm_eagle_mrv2.cli.common.load.traffic import WORKER, Traffic, random_prompts
 from vllm_eagle_mrv2.cli.common.load.types import Level, Load, LoadRound, Request
-from vllm_eagle_mrv2.cli.common.load.worker import Counted, LoadEngine, read_round, read_seconds_by_length
+from vllm_eagle_mrv2.cli.common.load.worker import (
+    Counted,
+    LoadEngine,
+    read_round,
+    read_seconds_by_length,
+    requests_waiting,
+)
 from vllm_eagle_mrv2.cli.common.shapes import VOCABULARY, Shape, kv_cache_bytes
 from vllm_eagle_mrv2.cli.common.types import Job, Started
 from vllm_eagle_mrv2.telemetry.counters import BY_LENGTH, FOLDER_VARIABLE, DraftCounter
@@ -701,6 +708,31 @@ def test_at_a_rate_the_time_per_token_decides() -> None:
     assert measured.gain(-1).overall == pytest.approx(1.25)
     assert measured.verdict == "25.0% better"
     assert row(stock, again, ours).verdict == "50.0% worse"
+
+
+@pytest.mark.parametrize(("waiting", "level", "waited"), [(1, EIGHT, 0), (2, EIGHT, 2), (9, Level(rate=4.0), 0)])
+def test_requests_that_wait_allow_no_verdict(waiting: int, level: Level, waited: int) -> None:
+    """They are not in flight, and the times to their first token are of the queue."""
+    rounds = [fast(100, 100), fast(100, 100), fast(110, 110)]
+    rounds[1][1] = rounds[1][1].model_copy(update={"waiting": waiting})
+    measured = row(*rounds, level=level)
+    assert measured.decided is not bool(waited)
+    assert (
+        measured.verdict.startswith(f"none: {waited} of 8 requests waited" if waited else "10.0% better") or level.rate
+    )
+
+
+def test_waiting_requests_are_those_of_the_metrics() -> None:
+    name = "vllm:num_requests_waiting"
+    if name in REGISTRY._names_to_collectors:
+        pytest.skip("an engine of this process has it")
+    gauge = Gauge(name, "As vLLM's.", ["engine"])
+    try:
+        for engine, waiting in (("0", 2), ("1", 3)):
+            gauge.labels(engine).set(waiting)
+        assert requests_waiting() == 5
+    finally:
+        REGISTRY.unregister(gauge)
 
 
 @pytest.mark.parametrize("level", [EIGHT, Level(rate=4.0)])

@@ -397,6 +397,14 @@ def test_times_of_a_cpu_mean_nothing() -> None:
     assert not any("mean nothing" in line for line in shown(report(row(1, 50, 100))))
 
 
+def test_requests_that_wait_allow_no_schedule() -> None:
+    crowded = row(20, 50, 100)
+    crowded.rounds[1][0].waiting = 3
+    found = report(row(1, 50, 100), crowded)
+    assert not found.passed
+    assert "3 of 20 requests waited, mostly for room in the KV cache" in shown(found)[-1]
+
+
 @pytest.mark.parametrize("short", [row(4, 100, 0), row(4, 0, 0, auto=0)])
 def test_a_round_that_was_too_short_allows_no_schedule(short: TuneRow) -> None:
     found = report(row(1, 50, 100), short)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli.common.load.types import Level, LoadRound, throughput
+from vllm_eagle_mrv2.cli.common.load.types import Level, LoadRound, throughput, waited
 
 Metric = Literal["tokens_per_second", "tpot_p50_ms"]
 FIGURES = ("tokens_per_second", "tpot_p50_ms", "ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms", "accepted_length")
@@ -77,6 +78,10 @@ class LoadRow(BaseModel):
         return all(getattr(one, self.decisive) for rounds in self.rounds for one in rounds)
 
     @property
+    def _waited(self) -> str | None:
+        return waited(itertools.chain.from_iterable(self.rounds), self.level.concurrency)
+
+    @property
     def noise(self) -> float | None:
         """By how much the control differs from the first engine, which is of the same kind; None without a control."""
         return abs(self.gain(1).overall - 1) if self.names[1] == f"{self.names[0]} again" else None
@@ -86,6 +91,8 @@ class LoadRow(BaseModel):
         """What the row shows, in a few words."""
         if not self.measured:
             return "none: a round was too short, raise --requests or --output-tokens"
+        if self._waited is not None:
+            return f"none: {self._waited}"
         if self.noise is None:
             return "no control"
         if self.noise > AGREEMENT:
@@ -98,5 +105,5 @@ class LoadRow(BaseModel):
 
     @property
     def decided(self) -> bool:
-        """Whether every round was measured, and two engines of the same kind agree well enough for a verdict."""
-        return self.measured and (self.noise is None or self.noise <= AGREEMENT)
+        """Whether every round was measured with all requests in flight, and two engines of the same kind agree."""
+        return self.measured and self._waited is None and (self.noise is None or self.noise <= AGREEMENT)

@@ -27,8 +27,8 @@ class TuneReport(Report):
 
     @property
     def passed(self) -> bool:
-        """Whether every row was measured."""
-        return super().passed and all(row.measured for row in self.rows)
+        """Whether every row was measured with all requests in flight."""
+        return super().passed and all(row.measured and row.waited is None for row in self.rows)
 
     @property
     def settings(self) -> list[Setting]:
@@ -74,6 +74,8 @@ class TuneReport(Report):
         console.print(table)
         if not all(row.measured for row in self.rows):
             console.print("a round was too short, raise --requests or --output-tokens", style="red", highlight=False)
+        for problem in filter(None, (row.waited for row in self.rows)):
+            console.print(problem, style="red", highlight=False)
         for line in _advice(self):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from vllm_eagle_mrv2.cli.common.load.types import LoadRound, throughput
+from vllm_eagle_mrv2.cli.common.load.types import LoadRound, throughput, waited
 
 AUTO: Literal["auto"] = "auto"
 Setting = int | Literal["auto"]
@@ -55,6 +56,11 @@ class TuneRow(BaseModel):
     def auto_of_none(self) -> float:
         """How many times as many tokens a second the engine's own choice makes as no drafts."""
         return self.speeds[AUTO] / self.speeds[0]
+
+    @property
+    def waited(self) -> str | None:
+        """What is wrong if requests were not all in flight."""
+        return waited(itertools.chain.from_iterable(self.rounds.values()), self.concurrency)
 
     @property
     def measured(self) -> bool:

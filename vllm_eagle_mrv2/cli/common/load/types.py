@@ -7,10 +7,13 @@ last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pydantic import BaseModel, computed_field
+
+_WAIT = 0.1
+"""Share of the requests in flight that may wait: one has just been sent, and prefills take turns."""
 
 
 class Request(BaseModel):
@@ -68,6 +71,8 @@ class LoadRound(BaseModel):
     """Drafts that one verification of a request verifies, 0 where nothing was drafted; over the whole round."""
     seconds_by_length: list[float] = []
     """Seconds of its iterations by number of drafts, for each number that the engine chooses from."""
+    waiting: int = 0
+    """Requests that vLLM did not run at the end of the round."""
     prompt_tokens: int = 0
     """Of the requests whose first output came in the round."""
     seconds_per_prompt_token: float = 0.0
@@ -80,6 +85,17 @@ class LoadRound(BaseModel):
     def tokens_per_second(self) -> float:
         """Generated tokens per second, over all requests, with as many prompts as they call for."""
         return throughput([self])
+
+
+def waited(rounds: Iterable[LoadRound], concurrency: int | None) -> str | None:
+    """What is wrong with a closed loop whose requests are not all in flight, with the remedy; None if nothing is."""
+    most = max((one.waiting for one in rounds), default=0)
+    if concurrency is None or most <= max(1, _WAIT * concurrency):
+        return None
+    return (
+        f"{most} of {concurrency} requests waited, mostly for room in the KV cache: raise --gpu-memory-utilization, or "
+        "lower --concurrency"
+    )
 
 
 def throughput(rounds: Sequence[LoadRound]) -> float:

@@ -51,6 +51,14 @@ def read_seconds_by_length() -> list[float]:
     return [sum(seconds) for seconds in zip(*ranks, strict=True)]
 
 
+def requests_waiting() -> int:
+    """Requests that vLLM has and does not run now, as it shows them in /metrics."""
+    from prometheus_client import REGISTRY
+
+    shown = (metric for metric in REGISTRY.collect() if metric.name == "vllm:num_requests_waiting")
+    return sum(int(sample.value) for metric in shown for sample in metric.samples)
+
+
 class Counted(NamedTuple):
     """What vLLM's counters and ours show at a time."""
 
@@ -134,9 +142,10 @@ class LoadEngine:
             await asyncio.sleep(0.001)
         began, before = self._clock.now(), Counted.now()
         await sending
+        waiting = requests_waiting()
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         self._clock.pause(max(one.outputs[-1][0] for one in self._served if one.outputs))
-        return self._read(began, self._clock.now(), before)
+        return self._read(began, self._clock.now(), before).model_copy(update={"waiting": waiting})
 
     async def _open_loop(self, load: Load) -> LoadRound:
         """Send each request when it arrives; what counts is the time in which they do."""
