@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_eagle_mrv2 import __version__, patches
+from vllm_eagle_mrv2 import __version__, patches, releases
 from vllm_eagle_mrv2.config.method import Settings, mark
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_length.notes import GraphTime, graph_times_of
@@ -140,6 +141,17 @@ def test_vllms_engine_core_asks() -> None:
     from vllm.v1.engine.core import EngineCore
 
     assert hasattr(EngineCore._initialize_kv_caches, "_eagle_mrv2_original")
+
+
+@pytest.mark.parametrize("by_environment", [True, False], ids=["0.20", "later"])
+def test_settings_choose_the_runner_where_they_arrive(by_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that made the configuration may be another one (Ray Serve)."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # undone with what is set below
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    monkeypatch.setattr(releases, "release_for", lambda version: SimpleNamespace(v2_by_environment=by_environment))
+    sent_settings.with_check()
+    assert pickle.loads(pickle.dumps(REQUEST)) == REQUEST
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == ("01" if by_environment else None)
 
 
 def test_settings_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

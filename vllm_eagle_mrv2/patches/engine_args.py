@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_eagle_mrv2 import patches
@@ -13,10 +12,11 @@ from vllm_eagle_mrv2.config.draft_config import fit_to_target
 from vllm_eagle_mrv2.config.engine_arguments import check_lookup, check_translated, take_settings
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.heads import check_fit
-from vllm_eagle_mrv2.config.method import MARKER, Settings, mark, settings_of
+from vllm_eagle_mrv2.config.method import MARKER, mark, settings_of
 from vllm_eagle_mrv2.config.vllm_errors import first_sentence, our_sentence_alone, refused_by_vllm
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.patches import sent_settings
+from vllm_eagle_mrv2.patches.runner_choice import select_v2_by_environment
 from vllm_eagle_mrv2.patches.wrap import Function
 
 if TYPE_CHECKING:
@@ -24,16 +24,13 @@ if TYPE_CHECKING:
 
     from vllm_eagle_mrv2.releases.spec import Release
 
-_V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-_SET_BY_US = "01"  # vLLM reads it as 1, and it differs from a value that the user set
-
 
 def translated_first(original: Function) -> Function:
     """Wrap ``EngineArgs.create_engine_config``: it accepts the method, and raises this package's own error messages."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = take_settings(self, _installed)
-        _select_v2_by_environment(settings)
+        select_v2_by_environment(settings)
         with our_sentence_alone():
             config = original(self, *args, **kwargs)
         if settings is not None and settings_of(config.speculative_config) is None:
@@ -165,18 +162,3 @@ def _has_front_end(usage_context: Any = None, headless: bool = False) -> bool:
     from vllm import envs
 
     return not (headless or getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
-
-
-def _select_v2_by_environment(settings: Settings | None) -> None:
-    """Set VLLM_USE_V2_MODEL_RUNNER for an engine with ``eagle_mrv2`` if the release needs it; unset it for others."""
-    before = os.environ.get(_V2_VARIABLE)
-    if settings is None and before == _SET_BY_US:
-        del os.environ[_V2_VARIABLE]
-    elif settings is not None and before is None and _installed()[0].v2_by_environment:
-        os.environ[_V2_VARIABLE] = _SET_BY_US
-    else:
-        return
-    from vllm import envs
-
-    # An engine in this process has vLLM keep what it reads from the environment.
-    getattr(vars(envs)["__getattr__"], "cache_clear", lambda: None)()

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_eagle_mrv2 import __version__, patches
 from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.errors import EagleMRV2Error
+from vllm_eagle_mrv2.patches.runner_choice import select_v2_by_environment
 
 
 def with_check() -> None:
@@ -16,7 +17,7 @@ def with_check() -> None:
 
 
 def arrived(fields: dict[str, Any], version: str = "an earlier version") -> Settings:
-    """Return unpickled settings, and put the check in place.
+    """Return unpickled settings, choose their runner, and put the check in place.
 
     Raises:
         EagleMRV2Error: another version of this package has sent them, whose ranks may draft otherwise.
@@ -26,9 +27,11 @@ def arrived(fields: dict[str, Any], version: str = "an earlier version") -> Sett
             f"this process has vllm-eagle-mrv2 {__version__}, and the engine is configured with {version}; install the "
             "same version on all nodes."
         )
+    settings = Settings(**fields)
+    select_v2_by_environment(settings)  # Ray Serve makes a configuration in another process than the engine
     with_check()  # they may be sent on
     patches.hook(patches.patch_of("vllm.v1.engine.core:EngineCore._initialize_kv_caches"))
-    return Settings(**fields)
+    return settings
 
 
 def _reduced(settings: Settings) -> tuple[Any, ...]:
