@@ -143,7 +143,7 @@ def test_the_method_becomes_the_stock_one_with_a_marker(
 
 
 def test_options_reach_the_marker(models: dict[str, str]) -> None:
-    options = {"disable": ["full_decode_only"], "draft_logits_dtype": "head"}
+    options = {"disable": ["full_decode_only"], "draft_quantization": "fp8"}
     settings = settings_in(ask(models, additional_config={"eagle_mrv2": options}).create_engine_config())
     assert settings is not None
     assert settings.options == Options.model_validate(options)
@@ -736,12 +736,12 @@ def test_a_head_of_another_target(
 def test_arguments_that_are_changed_between_two_uses(models: dict[str, str]) -> None:
     arguments = ask(models)
     arguments.create_engine_config()
-    arguments.additional_config = {"eagle_mrv2": {"draft_logits_dtype": "head"}}
+    arguments.additional_config = {"eagle_mrv2": {"draft_quantization": "fp8"}}
     settings = settings_in(arguments.create_engine_config())
-    assert settings == Settings("eagle", Options(draft_logits_dtype="head"))
+    assert settings == Settings("eagle", Options(draft_quantization="fp8"))
     arguments.speculative_config["enforce_eager"] = True
     settings = settings_in(arguments.create_engine_config())
-    assert settings == Settings("eagle", Options(draft_logits_dtype="head"), enforce_eager=True)
+    assert settings == Settings("eagle", Options(draft_quantization="fp8"), enforce_eager=True)
     arguments.additional_config = {"eagle_mrv2": {"nonsense": 1}}
     assert "unknown option 'nonsense'" in refused(arguments)
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from vllm_eagle_mrv2.config.checkpoints import Reader, is_stored
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
@@ -65,6 +63,8 @@ def _is_same(draft: str | None, revision: str | None, checkpoint: str) -> bool:
     """Whether the draft is not given, or is the checkpoint, whose name vLLM replaces by its folder when offline."""
     if not draft or draft == checkpoint:
         return True
+    from huggingface_hub import snapshot_download  # vLLM's; the commands that need no vLLM import this module
+
     try:
         return snapshot_download(draft, revision=revision, local_files_only=True) == checkpoint
     except (OSError, ValueError):  # it is no name, or is not there
