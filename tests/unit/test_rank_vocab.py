@@ -72,10 +72,14 @@ def test_json_lines(tmp_path: Path) -> None:
         {"text": TEXT},
         {"messages": [{"role": "zebra", "content": TEXT}, {"role": "zebra", "content": [{"type": "q", "text": TEXT}]}]},
         {"id": "zebra", "choices": [{"message": {"content": TEXT}}], "usage": 3},
-        {"tags": ["zebra"], "completion": [TEXT, TEXT]},
     ]
     ranking = rank(tmp_path, file(tmp_path / "a.jsonl", "\n\n".join(map(json.dumps, lines))))
     assert ranking == rank(tmp_path, file(tmp_path / "a.txt", TEXT))
+
+
+def test_texts_in_a_list_count_as_their_field_does(tmp_path: Path) -> None:
+    line = json.dumps({"tags": ["zebra"], "completion": [TEXT, TEXT]})
+    assert rank(tmp_path, file(tmp_path / "a.jsonl", line)) == rank(tmp_path, file(tmp_path / "a.txt", TEXT))
 
 
 def test_coverage() -> None:
