@@ -277,9 +277,14 @@ def test_arguments_copied_after_use_are_still_ours(models: dict[str, str]) -> No
     assert settings_in(dataclasses.replace(arguments).create_engine_config()) == Settings("eagle", Options())
 
 
-def test_used_arguments_as_a_dictionary(models: dict[str, str]) -> None:
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_used_arguments_as_a_dictionary(trimmed: bool, models: dict[str, str], tmp_path: Path) -> None:
     """`dataclasses.asdict` takes the settings apart."""
-    arguments = ask(models, additional_config={"eagle_mrv2": {"disable": ["full_decode_only"]}})
+    options: dict[str, Any] = {"disable": ["full_decode_only"]}
+    if trimmed:
+        (tmp_path / "ranking.json").write_text('{"tokens": [5, 3, 1]}')
+        options["draft_vocab"] = {"size": 2, "ranking": str(tmp_path / "ranking.json")}
+    arguments = ask(models, additional_config={"eagle_mrv2": options})
     settings = settings_in(arguments.create_engine_config())
     taken_apart = dataclasses.asdict(arguments)["speculative_config"]
     again = dataclasses.replace(arguments, speculative_config=taken_apart)

@@ -70,8 +70,6 @@ def test_nothing_of_a_worker_is_replaced_before_one_drafts() -> None:
     """Whatever imports the adapters replaces nothing: `doctor`, say."""
     pytest.importorskip("vllm")
     script = """
-import dataclasses
-import functools
 import importlib
 from vllm_eagle_mrv2 import patches, plugin, releases
 

@@ -222,19 +222,9 @@ def test_an_engine_that_drafts_another_number(drafted: float, held: bool, monkey
 def test_the_engine_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
     engine.instead(monkeypatch)
-    sampling = [
-        "--temperature",
-        ".5",
-        "--top-p",
-        ".9",
-        "--output-tokens",
-        "3",
-        "4",
-        "--requests",
-        "200",
-        "--stop-at-eos",
-    ]
-    run("-k", "3", "--concurrency", "100", "2", "--option", '{"draft_quantization": "fp8"}', *sampling)
+    sampling = ["--temperature", ".5", "--top-p", ".9", "--output-tokens", "3", "4", "--requests", "200"]
+    option = ["--option", '{"draft_quantization": "fp8"}']
+    run("-k", "3", "--concurrency", "100", "2", *option, *sampling, "--stop-at-eos")
     (setup,) = engine.setups
     ((name, job),) = setup.jobs(engine.ks[0]).items()
     assert (name, setup.worker) == ("eagle_mrv2", WORKER)

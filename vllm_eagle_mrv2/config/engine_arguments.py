@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -13,6 +12,7 @@ from vllm_eagle_mrv2.config.checkpoints import Reader, check_weights
 from vllm_eagle_mrv2.config.families import METHOD
 from vllm_eagle_mrv2.config.method import MARKER, Settings, is_on, is_ours, parse_short_form, translate
 from vllm_eagle_mrv2.config.options import parse_options
+from vllm_eagle_mrv2.config.vocab_ranking import KeptTokens
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 
 if TYPE_CHECKING:
@@ -41,16 +41,14 @@ def take_settings(engine_args: Any, installed: Callable[[], tuple[Release, Versi
     if isinstance(given, str):
         given = parse_short_form(given) or given
     if isinstance(given, dict) and MARKER in given:
-        marker = given[MARKER]
-        if isinstance(marker, dict):  # dataclasses.asdict has taken it apart
-            marker = SimpleNamespace(**{**marker, "options": None})
-        method, *draft = marker.asked or (METHOD,)
-        unchanged = given.get("method") == marker.family
+        settings = _put_together(given[MARKER])
+        method, *draft = settings.asked or (METHOD,)
+        unchanged = given.get("method") == settings.family
         as_before = [given.get("model"), given.get("revision")] == draft
-        as_before &= parse_options(engine_args.additional_config) == marker.options
-        as_before &= is_on(given.get("enforce_eager")) == marker.enforce_eager
+        as_before &= parse_options(engine_args.additional_config) == settings.options
+        as_before &= is_on(given.get("enforce_eager")) == settings.enforce_eager
         if unchanged and as_before and not kill_switch.is_on():
-            return cast(Settings, marker)
+            return settings
         # The arguments were used before, and since then they were changed or switched off: translate them again.
         given = {key: value for key, value in given.items() if key != MARKER}
         if unchanged:
@@ -92,6 +90,14 @@ def take_settings(engine_args: Any, installed: Callable[[], tuple[Release, Versi
         check_weights(translated["model"], load_format or engine_args.load_format)
     engine_args.speculative_config = {**translated, MARKER: settings}
     return settings
+
+
+def _put_together(settings: Any) -> Settings:
+    """Return settings that ``dataclasses.asdict`` may have taken apart with the arguments."""
+    if isinstance(settings, Settings):
+        return settings
+    kept = settings["kept_tokens"]
+    return Settings(**settings | {"kept_tokens": None if kept is None else KeptTokens(**kept)})
 
 
 def check_translated(config: Any, settings: Settings) -> None:

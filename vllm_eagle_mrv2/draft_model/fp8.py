@@ -17,7 +17,7 @@ from vllm_eagle_mrv2.kernels.fp8 import quantized
 
 SCALE = "weight_scale"
 """Name of the parameter that holds the scales [N] float32 of a layer's FP8 weights."""
-# Routers have few weights, and other code reads those of the latent projections and of a sparse indexer.
+# Routers have few weights, and other code reads those of latent projections, sparse indexers and attention gates.
 _LEFT = frozenset(
     {"gate", "router", "shared_expert_gate", "kv_b_proj", "fused_qkv_a_proj", "wk_weights_proj", "linear_gate"}
 )

@@ -1,11 +1,11 @@
 """``vllm-eagle-mrv2 bench-load``: measures the stock speculator and ``eagle_mrv2`` under continuous load.
 
 Requests come and go, so most iterations mix prefills with decodes, as on a server.  All engines are live and take turns
-with the same requests (`cli.common.engines`).  Two of them are stock's: a difference that is not larger than theirs is
-no difference (`cli.bench_load.types`).
+with the same requests (`cli.common.engines`).  Two of them are stock's: a row has a verdict if they
+agree, and a difference is none that equal engines may have (`cli.bench_load.types`).
 
 Exit codes: 0, every row has a verdict, or its control was left out; 1, in one two engines of the same kind differ too
-much or a round was too short, or an engine failed; 2, the bench could not be started as asked.
+much, a round was too short or requests waited, or an engine failed; 2, the bench could not be started as asked.
 """
 
 from __future__ import annotations

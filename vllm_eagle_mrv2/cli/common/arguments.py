@@ -109,11 +109,11 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     return value
 
 
-def check_in_flight(option: str, most: float, overrides: Mapping[str, Any]) -> None:
+def check_in_flight(option: str, most: int, overrides: Mapping[str, Any]) -> None:
     """Raise `CommandError` if so many requests at a time are more than ``--engine`` lets run."""
     limit = overrides.get("max_num_seqs", math.inf)
     if most > limit:
-        raise CommandError(f"{option} {most:g} is more than max_num_seqs of --engine, {limit}.", 2)
+        raise CommandError(f"{option} {most} is more than max_num_seqs of --engine, {limit}.", 2)
 
 
 def method_options(text: str, disable: list[str]) -> dict[str, Any]:
