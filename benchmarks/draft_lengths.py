@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """What an engine makes of each number of draft tokens and of its own choice, as lines for benchmarks/gpu_result.py.
 
-    python3 benchmarks/draft_lengths.py --shape 8b --family eagle3 --steps 5 --concurrency 1 4 16 64 128 256 --changes
+    python3 benchmarks/draft_lengths.py --shape 8b --family eagle3 --steps 5 --concurrency 1 4 16 64 128 256
+    python3 benchmarks/draft_lengths.py --shape 8b --family eagle3 --steps 5 --changes acceptance load --accepted
 
 Prints JSON.  One engine with ``draft_length: auto`` and random weights is up.  As in ``vllm-eagle-mrv2 tune``, rounds
 that hold each number alternate with rounds that leave it to the engine, for every number of requests in flight and each
 kind of shares of accepted drafts (``--accepted``).  A line has the tokens a second of all of them, of each round that
 and its drafts per request, and the seconds for which the engine chose each number.
 
-``--changes`` begins with two more lines: the load rises and falls, and the shares of accepted drafts change.  They have
-the tokens a second of each phase from five seconds after its begin on, and the course of the engine's own choice.
+``--changes`` begins with a line for each of what is named: the shares of accepted drafts change, or the load rises and
+falls.  It has the tokens a second of each phase from five seconds after its begin on, and the course of the engine's
+own choice.
 """
 
 from __future__ import annotations
@@ -48,14 +50,16 @@ ACCEPTED = {
 """Share of drafts accepted up to each position."""
 OUTPUT_TOKENS = (64, 256)
 """Requests of one length would fall in step, and rounds differ by how many of their prefills share an iteration."""
+CHANGES = {"acceptance": "high, low, high acceptance at 16 in flight", "load": "8, 256, 8 in flight"}
 
 
-def changes(seconds: float) -> dict[str, list[Phase]]:
+def phases_of(change: str, seconds: float) -> list[Phase]:
     """What changes while the engine serves; a phase lasts so long."""
+    if change == "acceptance":
+        return [Phase(concurrency=16, seconds=seconds, acceptance=ACCEPTED[kind]) for kind in ("high", "low", "high")]
     load = [Phase(concurrency=many, seconds=seconds) for many in (8, 256, 8)]
     load[0].acceptance = ACCEPTED["middle"]
-    shares = [Phase(concurrency=16, seconds=seconds, acceptance=ACCEPTED[kind]) for kind in ("high", "low", "high")]
-    return {"high, low, high acceptance at 16 in flight": shares, "8, 256, 8 in flight": load}
+    return load
 
 
 def settled(courses: dict[Setting, Courses]) -> dict[str, list[float]]:
@@ -80,11 +84,12 @@ def ask(engines: Engines, phases: list[Phase], setting: Setting = AUTO, **furthe
 
 def lines(engines: Engines, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What was measured, as it comes."""
-    for name, phases in changes(options.seconds).items() if options.changes else ():
+    for change in options.changes:
+        phases = phases_of(change, options.seconds)
         settings: list[Setting] = [*lengths_up_to(engines.k), AUTO]
         courses = {setting: ask(engines, phases, setting) for setting in settings}
         yield {
-            "change": name,
+            "change": CHANGES[change],
             "tokens_per_second": settled(courses),
             "course": {
                 "tokens_per_second": [one.tokens_per_second for one in courses[AUTO].phases],
@@ -119,7 +124,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--accepted", nargs="*", choices=ACCEPTED, default=list(ACCEPTED), help="none: changes only")
     parser.add_argument("--rounds", type=int, default=2, help="of each number of requests")
-    parser.add_argument("--changes", action="store_true", help="of the load and of what is accepted, too")
+    parser.add_argument("--changes", nargs="+", choices=CHANGES, default=(), help="what changes while it serves")
     parser.add_argument("--seconds", type=float, default=12.0, help="of a phase, at least six")
     parser.add_argument("--trace", type=Path, help="write the engine's iterations here; see iteration_trace.py")
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engine, as JSON")
@@ -127,7 +132,7 @@ def main() -> int:
     parser.add_argument("--together", nargs=2, metavar=("N", "FOLDER"), help="as in ab_time.py")
     options = parser.parse_args()
     if not options.accepted and not options.changes:
-        parser.error("nothing to measure: name a kind after --accepted, or give --changes")
+        parser.error("nothing to measure: name a kind after --accepted, or name what --changes")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     here = str(Path(__file__).resolve().parent)
     if options.trace:

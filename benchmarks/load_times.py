@@ -9,6 +9,7 @@ stock in tokens a second: over all rounds, and the lowest and highest of a round
 with stock's method and adds how far it is from the first.  ``--setting TEXT`` records what is special about a line.
 ``--variant SETTING OPTIONS`` starts a further engine of eagle_mrv2, with these options too, and has lines of its own.
 ``--most N`` has engines of eagle_mrv2 choose up to N draft tokens, beside stock with ``--steps`` of them, or none.
+``--head JSON`` adds fields to the head's configuration; ``logit_scale`` decides how sure random weights are of a draft.
 
 ``--pair`` measures SmolLM2 with its head, as ``python -m vllm_eagle_mrv2_smollm2 --out FOLDER`` makes them, on prompts
 that the head was not trained on; answers end where the model ends them.  It needs ``PYTHONPATH=tools``.
@@ -62,6 +63,13 @@ def pair_subject(folder: Path) -> Subject:
     ids = [chat_prompt(tokenizer, text) for texts in zip(*of_kinds, strict=True) for text in texts]
     arguments = {"max_model_len": 2048, FIXED_KV_CACHE: 2 * 2**30}
     return Subject(PAIR, str(folder / "target"), str(folder / "eagle3"), "eagle3", ids, arguments, offline=True)
+
+
+def configure_head(subject: Subject, fields: dict[str, Any]) -> None:
+    """Put further fields into the configuration of a head with random weights."""
+    assert subject.draft is not None
+    file = Path(subject.draft) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def spread(texts: list[str], count: int) -> list[str]:
@@ -154,6 +162,9 @@ def main() -> int:
     parser.add_argument("--accepted", choices=ACCEPTED, help="how many drafts; default: 2.7 tokens an iteration")
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engines, as JSON")
     parser.add_argument("--option", type=json.loads, default={}, help="options of eagle_mrv2, as JSON")
+    parser.add_argument(
+        "--head", type=json.loads, default={}, help="further fields of the head's configuration, as JSON"
+    )
     parser.add_argument("--stock", type=json.loads, default={}, help="for stock's speculative configuration, as JSON")
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="``pip install --no-deps --target FOLDER``")
     parser.add_argument("--control", action="store_true")
@@ -176,16 +187,15 @@ def main() -> int:
         parser.error("--requests takes one number, or one for each of --concurrency")
     levels = list(zip(options.concurrency, requests, strict=True))
     with tempfile.TemporaryDirectory() as folder:
+        if options.pair:
+            subject = pair_subject(options.pair)
+        else:
+            tokens = max(options.concurrency) * Traffic().tokens_of_a_request(USUAL_PROMPTS)
+            prompts = random_prompts(USUAL_PROMPTS)
+            subject = shape_subject(Path(folder), options.shape, options.family, prompts, tokens)
+            configure_head(subject, options.head)
         comparison = Variants(
-            subject=pair_subject(options.pair)
-            if options.pair
-            else shape_subject(
-                Path(folder),
-                options.shape,
-                options.family,
-                random_prompts(USUAL_PROMPTS),
-                max(options.concurrency) * Traffic().tokens_of_a_request(USUAL_PROMPTS),
-            ),
+            subject=subject,
             before=options.before,
             options=options.option,
             stock_speculative=options.stock,

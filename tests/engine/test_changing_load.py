@@ -61,7 +61,7 @@ def test_what_is_accepted_changes(lengths: ModuleType, live: Engines) -> None:
 
 def test_a_line_has_every_round(lengths: ModuleType, live: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "OUTPUT_TOKENS", (8, 8))
-    options = Namespace(accepted=["low"], concurrency=[1], rounds=2, changes=False)
+    options = Namespace(accepted=["low"], concurrency=[1], rounds=2, changes=())
     (line,) = lengths.lines(live, options)
     assert list(line["rounds"]) == list(line["tokens_per_second"]) == ["0", "1", "2", "auto"]
     for setting, rounds in line["rounds"].items():

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from release_under_test import supplied
-from support import engine, greedy, has_cuda, held_out_prompts
-from two_ranks import VOCAB, drafts_on_two_ranks
+from support import chosen_draft_lengths, engine, greedy, has_cuda, held_out_prompts, random_draft_lengths
+from two_ranks import RANKS, VOCAB, drafts_on_two_ranks
 
 PROMPTS = held_out_prompts(3)
 TOKENS = 16
@@ -39,3 +39,15 @@ def test_ranks_exchange_their_best_tokens() -> None:
     assert tokens == expected
     assert acceptance[0] > 0.2
     assert exchanged == [{(2, "torch.float32")}] * 2
+
+
+@pytest.mark.skipif(has_cuda(), reason="two GPUs round otherwise than one: tests/gpu/test_two_gpus.py")
+def test_ranks_draft_as_many_tokens_as_the_scheduler_says() -> None:
+    with engine(None) as llm:
+        expected = greedy(llm, PROMPTS, TOKENS)
+    with (
+        engine("eagle_mrv2", k=3, options={"draft_length": "auto"}, **RANKS) as llm,
+        chosen_draft_lengths(random_draft_lengths(3)) as taken,
+    ):
+        assert greedy(llm, PROMPTS, TOKENS) == expected
+        assert set(taken) == {0, 1, 2, 3}

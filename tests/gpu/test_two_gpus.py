@@ -67,6 +67,24 @@ def test_two_ranks_draft_what_stock_drafts(family: str, record_property: Callabl
             assert acceptance.length >= stock - 0.02
 
 
+def _graph_times(worker: Any) -> list[tuple[int, int]]:
+    times = worker.model_runner.speculator.drafter.graphs.times()
+    assert all(0 < one.seconds < 0.1 for one in times)
+    return [(one.requests, one.length) for one in times]
+
+
+def test_two_ranks_time_their_graphs() -> None:
+    """Before the first request, and once more: each rank waits for the other in every pass."""
+    arguments: dict[str, Any] = {"k": 5, "compilation_config": SIZES | NO_FUSION} | RANKS
+    with engine("eagle_mrv2", **arguments) as llm:
+        expected = [greedy(llm, PROMPTS[:n], TOKENS) for n in (1, 3, 8)]
+    with engine("eagle_mrv2", options={"draft_length": "auto"}, **arguments) as llm:
+        first, second = llm.collective_rpc(_graph_times)
+        assert first == second
+        assert {length for _, length in first} == {0, 1, 2, 3, 5}
+        assert [greedy(llm, PROMPTS[:n], TOKENS) for n in (1, 3, 8)] == expected
+
+
 @pytest.mark.skipif(not supplied("local_argmax"), reason="this release samples every draft")
 def test_ranks_exchange_their_best_tokens() -> None:
     for disable, width in (([], 2), (["local_argmax"], VOCAB // 2)):
