@@ -86,7 +86,13 @@ FIXES = (
         symptom="The target's embedding is shared with its LoRA: the draft reads out of bounds",
         stock=">=0.24",
         supplied="<0.24",
-        test="unit/test_draft_loading.py::test_embedding_is_shared_without_lora",
+        test="unit/test_draft_loading.py::test_layers_are_shared_without_lora",
+    ),
+    Fix(
+        symptom="The head of a tied target with LoRA is shared (EAGLE heads of Qwen3): AttributeError",
+        stock=">=0.28",
+        supplied="<0.28",
+        test="unit/test_draft_loading.py::test_layers_are_shared_without_lora",
     ),
     Fix(
         symptom="EAGLE heads of Llama 4 and Mistral Large 3 under a multimodal target lack `_embed_text_input_ids`",

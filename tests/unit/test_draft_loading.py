@@ -154,16 +154,20 @@ def test_head_of_a_target_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert target.lm_head is head
 
 
-@pytest.mark.parametrize("release", ["0.20.2", "0.23.0"])
-def test_embedding_is_shared_without_lora(monkeypatch: pytest.MonkeyPatch, one_rank: None, release: str) -> None:
+@pytest.mark.parametrize("release", ["0.20.2", "0.23.0", "0.27.1"])
+def test_layers_are_shared_without_lora(monkeypatch: pytest.MonkeyPatch, one_rank: None, release: str) -> None:
+    """The embedding of a tied target is its head, too."""
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     embedding = VocabParallelEmbedding(8, 4)
     target = Target(VocabParallelEmbeddingWithLoRA(embedding))
+    target.lm_head = target.model.embed_tokens
     draft = load(monkeypatch, release, Stock(bare_draft()), target)
     assert draft.model.embed_tokens is embedding
+    assert draft.lm_head is embedding
     assert isinstance(target.model.embed_tokens, VocabParallelEmbeddingWithLoRA)
+    assert isinstance(target.lm_head, VocabParallelEmbeddingWithLoRA)
 
 
 # Drafts that merge what a multimodal target embeds

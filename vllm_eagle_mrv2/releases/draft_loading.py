@@ -42,8 +42,8 @@ DRAFT_BACKENDS = (
 )
 LANGUAGE_MODEL_HEAD = "<0.26"
 """Releases that need `head_in_sight` (#47914, #48700)."""
-BASE_EMBEDDING = "<0.24"
-"""Releases that need `unwrap_embedding`."""
+BASE_LAYERS = "<0.28"
+"""Releases that need `unwrap_layers`: the embedding's wrapper is shared below 0.24, that of a tied head below 0.28."""
 TEXT_EMBEDDING = ">=0.28,<0.32"
 """Releases that need `lend_text_embedding` (#57630)."""
 CACHE_LAYOUTS = ">=0.22,<0.23"
@@ -65,8 +65,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.config.speculative", "SpeculativeConfig.attention_backend", releases=">=0.22,<0.30"),
     Symbol("vllm.config.vllm", "VllmConfig.attention_config", releases=">=0.22,<0.30"),
     Symbol("vllm.config.attention", "AttentionConfig.backend", releases=">=0.22,<0.30"),
-    Symbol(f"{_LORA}.base", "BaseLayerWithLoRA", releases=BASE_EMBEDDING),
-    Symbol(f"{_LORA}.vocal_parallel_embedding", "VocabParallelEmbeddingWithLoRA.base_layer", releases=BASE_EMBEDDING),
+    Symbol(f"{_LORA}.base", "BaseLayerWithLoRA", releases=BASE_LAYERS),
+    Symbol(f"{_LORA}.vocal_parallel_embedding", "VocabParallelEmbeddingWithLoRA.base_layer", releases=BASE_LAYERS),
     Symbol(
         _MODELS,
         "SupportsMultiModal._embed_text_input_ids",
@@ -102,8 +102,8 @@ def repaired(speculator: Any, target: Any) -> Iterator[None]:
         if release in SpecifierSet(LANGUAGE_MODEL_HEAD):
             loading.enter_context(head_in_sight(target))
         yield
-    if release in SpecifierSet(BASE_EMBEDDING):
-        unwrap_embedding(speculator.model)
+    if release in SpecifierSet(BASE_LAYERS):
+        unwrap_layers(speculator.model)
     if release in SpecifierSet(TEXT_EMBEDDING):
         lend_text_embedding(speculator.model, target)
 
@@ -135,17 +135,19 @@ def head_in_sight(target: Any) -> AbstractContextManager[None]:
     return _held(target, "lm_head", head)
 
 
-def unwrap_embedding(draft: Any) -> None:
-    """Remove the LoRA wrapper from the embedding that a draft shares with the target.
+def unwrap_layers(draft: Any) -> None:
+    """Remove the LoRA wrapper from the embedding and the head that a draft shares with the target.
 
-    Its kernel reads the adapter of each token from indices prepared for the target's tokens, and a draft would read
-    past their end.  The LoRA adapter does not apply to the draft either.
+    The embedding's kernel reads the adapter of each token from indices prepared for the target's tokens, and a draft
+    would read past their end.  The head of some tied targets is their wrapped embedding, which multiplies with the
+    target's logits processor only.  The LoRA adapter does not apply to the draft either.
     """
     from vllm.lora.layers.base import BaseLayerWithLoRA
 
-    embedding = getattr(draft.model, "embed_tokens", None)
-    if isinstance(embedding, BaseLayerWithLoRA):
-        draft.model.embed_tokens = embedding.base_layer
+    for owner, name in ((draft.model, "embed_tokens"), (draft, "lm_head")):
+        layer = getattr(owner, name, None)
+        if isinstance(layer, BaseLayerWithLoRA):
+            setattr(owner, name, layer.base_layer)
 
 
 def lend_text_embedding(draft: Any, target: Any) -> None:
