@@ -43,7 +43,7 @@ def draft_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> Draw:
         monkeypatch.setattr(cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None))
         speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
         # The target has none here, and its metadata is not made for a graph.
-        speculator.prefill_cudagraph_manager = speculator.drafter.adapter.prefill_manager_class(
+        speculator.prefill_cudagraph_manager = speculator.drafter.adapter.managers.prefill(
             speculator.vllm_config, speculator.device, CUDAGraphMode.NONE, speculator.num_speculative_steps + 1
         )
         with torch.inference_mode():

@@ -190,8 +190,7 @@ def module_of(adapter: str, *, elsewhere: bool = False) -> Any:
 @pytest.mark.parametrize("adapter", ["v0_22", "v0_23"])
 def test_managers_of_releases_that_collect_attention_states(adapter: str) -> None:
     """The mixin comes first, or a manager would hand passes without a state."""
-    module = module_of(adapter).Adapter
-    for manager in (module.prefill_manager_class, module.decode_manager_class):
+    for manager in module_of(adapter).Adapter.managers:
         assert manager.pass_factory is CollectsAttentionState.pass_factory
 
 

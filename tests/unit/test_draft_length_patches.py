@@ -30,6 +30,7 @@ def config_of(
     hybrid: bool = False,
     connector: object = None,
     launcher: str = "mp",
+    context_ranks: int = 1,
     sizes: Sequence[int] | None = (1, 512),
     **changes: Any,
 ) -> Any:
@@ -47,6 +48,7 @@ def config_of(
         tensor_parallel_size=2,
         pipeline_parallel_size=stages,
         distributed_executor_backend=launcher,
+        prefill_context_parallel_size=context_ranks,
     )
     return SimpleNamespace(
         model_config=SimpleNamespace(is_moe=experts, is_hybrid=hybrid),
@@ -89,6 +91,7 @@ NOT_CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({"hybrid": True}, "recurrent layers"),
     ({"connector": "P/D"}, "KV connector"),
     ({"launcher": "external_launcher"}, "external_launcher"),
+    ({"context_ranks": 2}, "prefill_context_parallel_size"),
 ]
 
 
@@ -297,7 +300,8 @@ def learned_from(
     scheduler: Any, plan: Plan | None, drafts: dict[str, list[int]], sampled: dict[str, list[int]] | None
 ) -> None:
     """Have an iteration's tokens arrive."""
-    output: Any = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
+    new = [SimpleNamespace(req_id="new")]
+    output: Any = SimpleNamespace(scheduled_spec_decode_tokens=drafts, scheduled_new_reqs=new)
     if plan is not None:
         output.eagle_mrv2_plan = plan
     model_output = SimpleNamespace(
@@ -310,8 +314,8 @@ def learned_from(
 
 def test_outcomes_are_counted(choosing: Any) -> None:
     scheduler, chooser = choosing()
-    drafts = {"a": [-1] * 3, "b": [-1] * 3, "c": [-1] * 3, "d": [-1] * 2, "not sampled": [-1] * 3}
-    sampled = {"prefill": [9], "c": [7, 8, 9, 1], "b": [7], "a": [7, 8, 9, 1], "d": [7, 8]}
+    drafts = {"a": [-1] * 3, "b": [-1] * 3, "c": [-1] * 3, "d": [-1] * 2, "not sampled": [-1] * 3, "new": [-1] * 3}
+    sampled = {"prefill": [9], "c": [7, 8, 9, 1], "b": [7], "a": [7, 8, 9, 1], "d": [7, 8], "new": [7]}
     learned_from(scheduler, Plan(2, verified=3, decodes=5, prefilled=70), drafts, sampled)
     assert chooser.learned == [(5, 3, 70, {(3, 3): 2, (3, 0): 1, (2, 1): 1})]
 

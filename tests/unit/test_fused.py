@@ -31,7 +31,7 @@ from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference
 from vllm_eagle_mrv2.patches import draft_tokens
 from vllm_eagle_mrv2.patches.wrap import wrap
 from vllm_eagle_mrv2.releases import autoregressive, fused, installed_version, schedule
-from vllm_eagle_mrv2.releases.fused import DecodeEagleCudaGraphManager, FusedAdapter
+from vllm_eagle_mrv2.releases.fused import FusedAdapter
 from vllm_eagle_mrv2.releases.v0_28 import adapter as v0_28
 from vllm_eagle_mrv2.releases.v0_29 import adapter as v0_29
 from vllm_eagle_mrv2.releases.v0_32 import adapter as v0_32
@@ -60,12 +60,13 @@ def make_manager(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     vllm_config.cache_config.use_kda_recoverssm = False
     adapter = v0_29.Adapter(stock, Options(), ASKED)
 
-    def make(sizes: tuple[int, ...] = (4, 8), *, hidden: bool = True) -> DecodeEagleCudaGraphManager:
+    def make(sizes: tuple[int, ...] = (4, 8), *, hidden: bool = True) -> Any:
         compilation = vllm_config.compilation_config
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = list(sizes), max(sizes)
         with adapter.decode_capture_sizes() if hidden else nullcontext():
             mode = CUDAGraphMode.FULL_DECODE_ONLY
-            manager = DecodeEagleCudaGraphManager(vllm_config, stock.device, mode, decode_query_len=1)
+            managers: Any = adapter.managers
+            manager = managers.decode(vllm_config, stock.device, mode, decode_query_len=1)
         # Everybody else sees the schedule.
         assert draft.num_speculative_tokens_per_batch_size is not None
         return manager
@@ -73,7 +74,7 @@ def make_manager(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-def captured_by(manager: DecodeEagleCudaGraphManager) -> dict[int, Any]:
+def captured_by(manager: Any) -> dict[int, Any]:
     """Capture the descriptors of a manager; return them by number of requests."""
     descriptors = manager._capture_descs[CUDAGraphMode.FULL]
     manager.graphs = {each: object() for each in descriptors}

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_length.notes import GraphTime
 from vllm_eagle_mrv2.drafting import graphs
-from vllm_eagle_mrv2.drafting.capture import AskedGraphs
+from vllm_eagle_mrv2.drafting.capture import AskedGraphs, GraphManagers
 from vllm_eagle_mrv2.drafting.drafter import Drafter
 from vllm_eagle_mrv2.drafting.loop import GraphRun
 from vllm_eagle_mrv2.drafting.phase_graphs import PhaseGraphs
@@ -65,7 +65,7 @@ def drafter_for(
     stock = stock_speculator(**{"attn_groups": None, **how})
     drafter = drafter_on(stock, options=options, asked=AskedGraphs(asked, None, None), enforce_eager=enforce_eager)
     adapter: Any = drafter.adapter
-    adapter.prefill_manager_class = adapter.decode_manager_class = Manager
+    adapter.managers = GraphManagers(*[cast(Any, Manager)] * 2)
     return drafter
 
 

@@ -42,7 +42,7 @@ class Runner:
     def __init__(self, speculator: Any, *, target_graphs: bool) -> None:
         self.speculator = speculator
         self.sampler = SimpleNamespace(sampling_states="states")
-        self.req_states = SimpleNamespace(max_seq_len="lengths")
+        self.req_states = SimpleNamespace(max_seq_len="lengths", sessions="none")
         self.input_buffers, self.attn_groups = "buffers", "groups"
         self.cudagraph_manager = SimpleNamespace(needs_capture=lambda: target_graphs)
         self.kv_connector = SimpleNamespace(reset_capture_state=lambda: setattr(self, "reset", True))
@@ -114,14 +114,15 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", iter([(500, 0), (430, 0)]).__next__)
 
 
-def test_the_runners_requests_get_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runners_requests_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(model_runner, "draft_placeholders", lambda *these: given.extend(these))
+    monkeypatch.setattr(model_runner, "mark_sessions", lambda *these: given.extend(these))
     runner = Runner(speculator(), target_graphs=True)
     runner.speculator.draft_logits = "logits"
     monkeypatch.setattr(runner.speculator.drafter, "announce", lambda: None)
     runner.initialize_kv_cache("config")
-    assert given == [runner.req_states, "logits"]
+    assert given == [runner.req_states, "logits", runner.req_states]
 
 
 @pytest.mark.parametrize("takes_inputs", [False, True], ids=["0.26", "0.20"])

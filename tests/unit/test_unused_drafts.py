@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from packaging.version import Version
 
 pytest.importorskip("vllm")
 
+from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.patches.model_runner import keep_longest_lengths
+from vllm_eagle_mrv2.patches.model_runner import keep_longest_lengths, mark_sessions
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, drafts_unused
 
 from .stock import ASKED, K, stock_speculator
@@ -78,6 +80,47 @@ def states_and_batch(*requests: tuple[int, int, int, int]) -> tuple[Any, Any]:
 def test_what_nobody_can_use(requests: list[tuple[int, int, int, int]], unused: bool) -> None:
     states, batch = states_and_batch(*requests)
     assert drafts_unused(batch, states) is unused
+
+
+class Requests:
+    """The runner's states, as far as requests come and go."""
+
+    def __init__(self) -> None:
+        self.max_num_reqs = ROWS
+        self.req_id_to_index: dict[str, int] = {}
+
+    def add_request(self, req_id: str, **of_request: Any) -> None:
+        self.req_id_to_index[req_id] = next(row for row in range(ROWS) if row not in self.req_id_to_index.values())
+
+    def remove_request(self, req_id: str) -> int | None:
+        return self.req_id_to_index.pop(req_id, None)
+
+
+@pytest.mark.parametrize(("release", "known"), [("0.30.0", False), ("0.31.0", True)])
+def test_the_end_of_a_session_may_not_be_known(release: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scheduler may go by other ``max_tokens`` than the runner was given."""
+    monkeypatch.setattr(releases, "installed_version", lambda: Version(release))
+    requests: Any = Requests()
+    for _ in range(2):  # the KV cache is made twice
+        mark_sessions(requests)
+    for req_id in ("gone", "once", "session"):
+        requests.remove_request(req_id)  # as the runner does before it adds any
+        requests.add_request(req_id=req_id)
+    assert requests.remove_request("gone") == 0
+    requests.add_request(req_id="new")
+    states, batch = states_and_batch(ONLY_TOKEN)
+    if not known:
+        states.sessions = requests.sessions
+        batch.idx_mapping_np[:] = requests.req_id_to_index["once"]
+        states.prefill_len.np[:], states.max_seq_len[:] = 20, 21
+    assert drafts_unused(batch, states)
+    requests.remove_request("session")
+    requests.add_request(req_id="session")
+    assert hasattr(requests, "sessions") is not known
+    if not known:
+        assert requests.sessions.nonzero()[0].tolist() == [requests.req_id_to_index["session"]]
+        batch.idx_mapping_np[:] = requests.req_id_to_index["session"]
+    assert drafts_unused(batch, states) is known
 
 
 def test_no_request_is_too_long() -> None:

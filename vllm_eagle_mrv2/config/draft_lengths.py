@@ -43,6 +43,8 @@ def why_not_chosen(vllm_config: Any) -> str | None:
         return "pipeline stages work on several batches at a time; use draft_length: constant"
     if parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher":
         return "with external_launcher each rank would choose a number of its own; use draft_length: constant"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return "ranks split the tokens of a prefill (prefill_context_parallel_size); use draft_length: constant"
     if vllm_config.kv_transfer_config is not None:
         return "blocks are kept for one number where a KV connector fills them; use draft_length: constant"
     if target.is_hybrid:

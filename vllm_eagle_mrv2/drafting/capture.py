@@ -129,6 +129,13 @@ class CollectsAttentionState:
         return lambda descriptor, warmup=False: (make_pass(descriptor), None)
 
 
+class GraphManagers(NamedTuple):
+    """The classes of a draft's graph managers."""
+
+    prefill: type[PrefillCapture]
+    decode: type[DecodeCapture]
+
+
 def decode_mode(target_mode: GraphMode, *, full_decode_only: bool) -> GraphMode:
     """Return the CUDA graph mode of draft decodes for a given target mode.
 

@@ -97,13 +97,12 @@ class DraftGraphs:
         elif self._decodes_by_support and self._single_token_graphs():
             decodes_by = adapter.asked.mode or decodes_by
         draft_decode_mode = decode_mode(decodes_by, full_decode_only=self._enabled(Behaviour.FULL_DECODE_ONLY))
-        prefill: Any = adapter.prefill_manager_class
-        decode: Any = adapter.decode_manager_class
-        stock.prefill_cudagraph_manager = prefill(
+        managers: Any = adapter.managers
+        stock.prefill_cudagraph_manager = managers.prefill(
             stock.vllm_config, stock.device, mode, stock.num_speculative_steps + 1
         )
         with adapter.decode_capture_sizes():
-            stock.decode_cudagraph_manager = decode(
+            stock.decode_cudagraph_manager = managers.decode(
                 stock.vllm_config, stock.device, draft_decode_mode, decode_query_len=1
             )
         if draft_decode_mode and not mode:

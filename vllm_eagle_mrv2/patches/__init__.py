@@ -397,6 +397,15 @@ PATCHES: tuple[Patch, ...] = (
         "nothing: 0.31 does not verify them",
         releases=">=0.25,<0.31",
     ),
+    Patch(
+        "add_request and remove_request of the target's request states",
+        f"{_HERE}.model_runner:mark_sessions",
+        Scope.WORKER,
+        "notes which requests got further input, as in sessions of streaming input (skip_unused_drafts)",
+        "below 0.31 the scheduler ends them by other max_tokens than the runner has",
+        "nothing: 0.31 has the same",
+        releases="<0.31",
+    ),
 )
 
 

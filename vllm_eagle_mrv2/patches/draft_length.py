@@ -89,10 +89,12 @@ def outcome_learned(original: Function) -> Function:
         plan, chooser = plan_of(scheduler_output), chooser_of(self)
         if plan is not None and chooser is not None:
             sampled, place = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+            # Of a new request vLLM verifies placeholders, which nobody drafted (from 0.25 on).
+            new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
             outcomes = Counter(
                 (len(drafts), len(sampled[place[request]]) - 1)
                 for request, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
-                if request in place and sampled
+                if request in place and request not in new and sampled
             )
             chooser.learn(plan.decodes, plan.verified, plan.prefilled, outcomes.items())
         return original(self, scheduler_output, model_runner_output)

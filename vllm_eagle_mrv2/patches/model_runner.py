@@ -19,6 +19,8 @@ from vllm_eagle_mrv2.patches.wrap import Function
 
 _VERIFIES_PLACEHOLDERS = SpecifierSet(">=0.25,<0.31")
 """Releases that pad requests with placeholders, and verify these as drafts."""
+_KEEPS_FIRST_MAX_TOKENS = SpecifierSet("<0.31")
+"""Releases whose scheduler ends a session of streaming input by the ``max_tokens`` of its first chunk."""
 _COUNTS_ALL = Version("0.27")
 """The first release that counts what the runner allocates before it loads the model."""
 
@@ -50,6 +52,7 @@ def states_handed_over(original: Function) -> Function:
         if drafter is not None:
             keep_longest_lengths(self.req_states, self.sampler)
             draft_placeholders(self.req_states, drafter.adapter.stock.draft_logits)
+            mark_sessions(self.req_states)
             drafter.adapter.req_states = self.req_states
             drafter.adapter.sampling_states = getattr(self.sampler, "sampling_states", None)
             drafter.graphs.target_graphs = lambda: self.cudagraph_manager  # elastic scaling replaces it
@@ -99,6 +102,29 @@ def draft_placeholders(req_states: Any, draft_logits: torch.Tensor | None) -> No
             rows.fill_(-torch.inf)[:, 0] = 0.0
 
     req_states.add_request = add_request
+
+
+def mark_sessions(req_states: Any) -> None:
+    """Add ``sessions`` to the runner's states, [max_num_reqs] bool: requests that got further input.
+
+    The runner removes such a request and adds it again, with the ``max_tokens`` of the new input.  Below 0.31 that does
+    not say when it ends.
+    """
+    if hasattr(req_states, "sessions") or releases.installed_version() not in _KEEPS_FIRST_MAX_TOKENS:
+        return
+    sessions = req_states.sessions = np.zeros(req_states.max_num_reqs, dtype=bool)
+    add, remove, removed = req_states.add_request, req_states.remove_request, ""
+
+    def remove_request(req_id: str) -> Any:
+        nonlocal removed
+        removed = req_id if req_id in req_states.req_id_to_index else ""
+        return remove(req_id)
+
+    def add_request(req_id: str, *args: Any, **kwargs: Any) -> None:
+        add(req_id, *args, **kwargs)
+        sessions[req_states.req_id_to_index[req_id]] = req_id == removed
+
+    req_states.add_request, req_states.remove_request = add_request, remove_request
 
 
 def draft_captured(original: Function) -> Function:

@@ -25,7 +25,7 @@ from vllm_eagle_mrv2.draft_model import compile_ahead
 from vllm_eagle_mrv2.draft_model.attention import DecodeMetadata
 from vllm_eagle_mrv2.draft_model.head import DraftHead
 from vllm_eagle_mrv2.draft_model.logits_processor import FewRows
-from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, DecodeCapture, PrefillCapture
+from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, GraphManagers
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
@@ -59,8 +59,7 @@ class ReleaseAdapter:
     release: ClassVar[Release]
     sample_offset: ClassVar[int]
     """Which position the release's sampler takes: the last token's (0) or the one after it (1)."""
-    prefill_manager_class: ClassVar[type[PrefillCapture]]
-    decode_manager_class: ClassVar[type[DecodeCapture]]
+    managers: ClassVar[GraphManagers]
     greedy_is_argmax: ClassVar[bool] = True
     """Whether the release drafts by argmax where no logits are stored."""
     stores_by_dtype: ClassVar[bool] = False
@@ -507,11 +506,14 @@ def drafts_unused(input_batch: Any, req_states: Any) -> bool:
     """Whether the drafts of a batch that verifies no drafts are certain to go unused.
 
     The scheduler drops the drafts of every prefill chunk but the last.  The last chunk yields a token, and the request
-    ends if that token reaches ``max_tokens``.  From 0.33 on the scheduler tells the runner (#48244); the runner's own
-    request states allow it on every release.
+    ends if that token reaches ``max_tokens``, which the runner of some releases does not know of sessions.  From 0.33 on
+    the scheduler tells the runner (#48244); the runner's own request states allow it on every release.
     """
     live = input_batch.num_reqs
     rows = input_batch.idx_mapping_np[:live]
     prefill_lens = req_states.prefill_len.np[rows]
     chunk = input_batch.seq_lens_cpu_upper_bound[:live].numpy() < prefill_lens
-    return bool((chunk | (prefill_lens + 1 >= req_states.max_seq_len[rows])).all())
+    ends = prefill_lens + 1 >= req_states.max_seq_len[rows]
+    if hasattr(req_states, "sessions"):
+        ends &= ~req_states.sessions[rows]
+    return bool((chunk | ends).all())

@@ -13,19 +13,18 @@ import torch
 from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, prepare_inputs_to_capture
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
-from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch
-from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, DecodeCapture, PrefillCapture
+from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.releases import installed_version
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, longest_query
+from vllm_eagle_mrv2.releases.graph_managers import graph_managers
+from vllm_eagle_mrv2.releases.speculators import speculator_class
 
 _DECODE_FLAG = "has_prefill" if installed_version() < Version("0.31") else "decode_graph_eligible"
 """The field of a batch that distinguishes decodes from prefills."""
@@ -34,27 +33,15 @@ _STEP_IN_NOISE = installed_version() >= Version("0.33")
 """Whether the stock sampler's random numbers depend on the draft step."""
 
 
-class PrefillEagleCudaGraphManager(PrefillCapture, CudaGraphManager):
-    """Graphs of the draft prefill, in the target's memory pool."""
-
-
-class DecodeEagleCudaGraphManager(DecodeCapture, CudaGraphManager):
-    """Graphs of the draft decodes, in the target's memory pool."""
-
-
 class FusedAdapter(ReleaseAdapter):
     """Adapter of the releases with backends that may refresh decode metadata inside a graph."""
 
     sample_offset = 1
+    stock_class = staticmethod(speculator_class)
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
-    prefill_manager_class = PrefillEagleCudaGraphManager
-    decode_manager_class = DecodeEagleCudaGraphManager
+    managers = graph_managers()
     dp_sync_argument: ClassVar[str | None]
     """Name of the dispatch argument for a reusable agreement of the data-parallel ranks; None if there is none."""
-
-    @staticmethod
-    def stock_class(family: Family) -> Any:
-        return MTPSpeculator if family == "mtp" else EagleSpeculator
 
     @staticmethod
     def stored_logits(spec: tuple[torch.dtype, float], options: Options) -> tuple[torch.dtype, float]:

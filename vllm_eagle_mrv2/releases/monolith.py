@@ -9,27 +9,14 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_eagle_mrv2.config.families import Family
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs
-from vllm_eagle_mrv2.releases import per_step
+from vllm_eagle_mrv2.releases.graph_managers import graph_managers
 from vllm_eagle_mrv2.releases.per_step import PerStepAdapter
 
 
-class PrefillEagleCudaGraphManager(per_step.PrefillEagleCudaGraphManager):
-    """Graphs of the draft prefill, in the target's memory pool."""
-
-    use_breakable_cg = False  # does not exist in these releases
-
-
-class DecodeEagleCudaGraphManager(per_step.DecodeEagleCudaGraphManager):
-    """Graphs of the draft decodes, in the target's memory pool."""
-
-    use_breakable_cg = False
-
-
 class MonolithAdapter(PerStepAdapter):
-    """Adapter of vLLM 0.20 and 0.22."""
+    """Adapter of vLLM 0.20 and 0.22, which have no breakable graphs."""
 
-    prefill_manager_class = PrefillEagleCudaGraphManager
-    decode_manager_class = DecodeEagleCudaGraphManager
+    managers = graph_managers(use_breakable_cg=False)
     takes_target_inputs = True
 
     @staticmethod

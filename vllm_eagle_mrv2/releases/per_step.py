@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, get_uniform_token_count, prepare_inputs_to_capture
+from vllm.v1.worker.gpu.cudagraph_utils import get_uniform_token_count, prepare_inputs_to_capture
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 
 from vllm_eagle_mrv2.batch.buffers import DraftBatch
 from vllm_eagle_mrv2.classes import class_path
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.draft_model.sampling import sample_and_store
-from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState, DecodeCapture, PrefillCapture
+from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, longest_query
+from vllm_eagle_mrv2.releases.graph_managers import graph_managers
 from vllm_eagle_mrv2.releases.schedule import hidden_schedule
 
 _CAPTURABLE_BUILDERS = frozenset(
@@ -37,22 +38,13 @@ _CAPTURABLE_BUILDERS = frozenset(
 _FLASHINFER = "vllm.v1.attention.backends.flashinfer.FlashInferMetadataBuilder"
 
 
-class PrefillEagleCudaGraphManager(PrefillCapture, CudaGraphManager):
-    """Graphs of the draft prefill, in the target's memory pool."""
-
-
-class DecodeEagleCudaGraphManager(DecodeCapture, CudaGraphManager):
-    """Graphs of the draft decodes, in the target's memory pool."""
-
-
 class PerStepAdapter(ReleaseAdapter):
-    """Adapter of the releases with builders that cannot refresh the metadata of draft decodes."""
+    """Adapter of the releases whose own speculator builds metadata anew at each step."""
 
     sample_offset = 0
     chooses_length = True
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
-    prefill_manager_class = PrefillEagleCudaGraphManager
-    decode_manager_class = DecodeEagleCudaGraphManager
+    managers = graph_managers()
 
     @contextlib.contextmanager
     def decode_capture_sizes(self) -> Iterator[None]:

@@ -227,13 +227,14 @@ EVERYWHERE: tuple[Symbol, ...] = (
     Symbol(
         f"{GPU}.states",
         "RequestState.add_request",
-        why="replaced on the runner's instance, for placeholders of drafts",
+        why="replaced on the runner's instance, for placeholders of drafts and for sessions",
         releases="<0.31",
     ),
+    Symbol(f"{GPU}.states", "RequestState.remove_request", ("req_id",), why="replaced likewise", releases="<0.31"),
     Symbol(f"{GPU}.states", "RequestState.req_id_to_index", releases="<0.31"),
     Symbol(f"{GPU}.states", "RequestState.prefill_len", why="tells which drafts nobody can use"),
     Symbol(f"{GPU}.states", "RequestState.max_seq_len", why="tells it too", releases=">=0.23"),
-    Symbol(f"{GPU}.states", "RequestState.max_num_reqs", releases="<0.23"),
+    Symbol(f"{GPU}.states", "RequestState.max_num_reqs", releases="<0.31"),
     Symbol(f"{GPU}.states", "RequestState.all_token_ids", why="the texts in which drafts are looked up"),
     Symbol(f"{GPU}.states", "RequestState.total_len", why="their lengths"),
     *(Symbol(f"{GPU}.buffer_utils", f"StagedWriteTensor.{name}") for name in ("gpu", "dtype", "device")),
@@ -271,7 +272,7 @@ EVERYWHERE: tuple[Symbol, ...] = (
     *(Symbol(_SCHEDULER, f"Scheduler.{name}") for name in ("vllm_config", "requests", "num_spec_tokens")),
     *(
         Symbol("vllm.v1.core.sched.output", f"SchedulerOutput.{name}")
-        for name in ("num_scheduled_tokens", "scheduled_spec_decode_tokens")
+        for name in ("num_scheduled_tokens", "scheduled_spec_decode_tokens", "scheduled_new_reqs")
     ),
     Symbol(
         "vllm.v1.core.sched.output",

@@ -1,4 +1,4 @@
-"""Adapter and graph managers of vLLM 0.20."""
+"""The adapter of vLLM 0.20."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
-from vllm_eagle_mrv2.releases import monolith, v0_20
+from vllm_eagle_mrv2.releases import v0_20
+from vllm_eagle_mrv2.releases.graph_managers import graph_managers
 from vllm_eagle_mrv2.releases.monolith import MonolithAdapter
 
 
@@ -37,21 +38,12 @@ class _OneFactoryCall:
         return factory
 
 
-class PrefillEagleCudaGraphManager(_OneFactoryCall, monolith.PrefillEagleCudaGraphManager):
-    """Graphs of the draft prefill, in the target's memory pool."""
-
-
-class DecodeEagleCudaGraphManager(_OneFactoryCall, monolith.DecodeEagleCudaGraphManager):
-    """Graphs of one draft decode step, in the target's memory pool."""
-
-
 class Adapter(MonolithAdapter):
     """vLLM 0.20."""
 
     release = v0_20.RELEASE
     greedy_is_argmax = False  # every draft is sampled
-    prefill_manager_class = PrefillEagleCudaGraphManager
-    decode_manager_class = DecodeEagleCudaGraphManager
+    managers = graph_managers(_OneFactoryCall, use_breakable_cg=False)
 
     def __init__(self, stock: Any, options: Options, asked: AskedGraphs) -> None:
         super().__init__(stock, options, asked)
