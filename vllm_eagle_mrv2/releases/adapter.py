@@ -506,8 +506,8 @@ def drafts_unused(input_batch: Any, req_states: Any) -> bool:
     """Whether the drafts of a batch that verifies no drafts are certain to go unused.
 
     The scheduler drops the drafts of every prefill chunk but the last.  The last chunk yields a token, and the request
-    ends if that token reaches ``max_tokens``, which the runner of some releases does not know of sessions.  From 0.33 on
-    the scheduler tells the runner (#48244); the runner's own request states allow it on every release.
+    ends if that token reaches ``max_tokens``, which some releases' runners do not know of sessions.  From 0.33 on the
+    scheduler tells the runner (#48244); the runner's own request states allow it on every release.
     """
     live = input_batch.num_reqs
     rows = input_batch.idx_mapping_np[:live]
