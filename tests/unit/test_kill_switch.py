@@ -13,7 +13,7 @@ from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.config import kill_switch
 from vllm_eagle_mrv2.config.method import MARKER, settings_of
 from vllm_eagle_mrv2.errors import EagleMRV2Error
-from vllm_eagle_mrv2.patches import engine_args
+from vllm_eagle_mrv2.patches import speculator
 from vllm_eagle_mrv2.patches.wrap import wrap
 from vllm_eagle_mrv2.plugin import register
 
@@ -121,5 +121,5 @@ def test_switched_on_between_two_uses_of_the_same_arguments(monkeypatch: pytest.
 
 def test_a_vllm_without_what_is_wrapped_stays_as_it_is() -> None:
     renamed = ModuleType("vllm.v1.worker.gpu.model_runner")
-    wrap(renamed, "init_speculator", engine_args.our_speculator)
+    wrap(renamed, "init_speculator", speculator.our_speculator)
     assert not hasattr(renamed, "init_speculator")

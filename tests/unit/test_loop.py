@@ -16,7 +16,7 @@ from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.drafting import loop as loop_module
 from vllm_eagle_mrv2.drafting.defects import loop_class
-from vllm_eagle_mrv2.drafting.loop import DraftConfig, DraftLoop, ForwardInputs, GraphRun
+from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs, GraphRun, LoopConfig
 from vllm_eagle_mrv2.telemetry.counters import FOLDER_VARIABLE, PATHS, DraftCounter, read_counts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -332,7 +332,7 @@ def loop_on(
     adapter: ToyAdapter, num_draft_tokens: int = 4, *, disable: Behaviour | None = None, sample_offset: int = 0
 ) -> DraftLoop:
     options = Options(disable=frozenset() if disable is None else frozenset({disable}))
-    config = DraftConfig(MAX_LEN, sample_offset, filters=False)
+    config = LoopConfig(MAX_LEN, sample_offset, filters=False)
     adapter.captured_for = num_draft_tokens
     loop = adapter.loop = loop_class(options)(adapter, config, make_buffers(num_draft_tokens))  # type: ignore[arg-type]
     loop.phase_graphs = adapter  # type: ignore[assignment]

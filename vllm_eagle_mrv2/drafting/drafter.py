@@ -25,7 +25,7 @@ from vllm_eagle_mrv2.draft_model.trimmed_head import TrimmedHead
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs
 from vllm_eagle_mrv2.drafting.defects import loop_class
 from vllm_eagle_mrv2.drafting.graphs import DraftGraphs
-from vllm_eagle_mrv2.drafting.loop import DraftConfig
+from vllm_eagle_mrv2.drafting.loop import LoopConfig
 from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.telemetry.counters import DraftCounter
 from vllm_eagle_mrv2.telemetry.start_line import Facts
@@ -106,7 +106,7 @@ class Drafter:
         self.adapter = adapter_class(stock, self.options, asked)
         self.loop = loop_class(self.options)(
             self.adapter,
-            DraftConfig(
+            LoopConfig(
                 max_model_len=stock.max_model_len,
                 sample_offset=self.adapter.sample_offset,
                 filters=self.adapter.filters_drafts,

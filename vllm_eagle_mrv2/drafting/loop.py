@@ -59,7 +59,7 @@ class ForwardInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class LoopConfig:
     """Values that stay the same for the life of an engine."""
 
     max_model_len: int
@@ -89,7 +89,7 @@ def draft_max_seq_len(
 class DraftLoop:
     """Drafts K tokens for every request of a batch."""
 
-    def __init__(self, adapter: ReleaseAdapter, config: DraftConfig, buffers: DraftBuffers) -> None:
+    def __init__(self, adapter: ReleaseAdapter, config: LoopConfig, buffers: DraftBuffers) -> None:
         self.adapter = adapter
         self.config = config
         self.buffers = buffers
@@ -121,8 +121,8 @@ class DraftLoop:
         """Draft for a batch.
 
         Returns:
-            [num_reqs, K] int64, a view of the persistent ``draft_tokens``; only the first
-            ``batch.num_draft_tokens`` columns are written by this call.
+            [num_reqs, K] int64, a view of the persistent ``draft_tokens``; only the first ``batch.num_draft_tokens``
+            columns are drafts of this batch.  With ``batch.erases`` all are -1.
         """
         run = self.phase_graphs.run_for(batch)
         if run is not None:
@@ -157,7 +157,7 @@ class DraftLoop:
         self.queue.put(batch)
         self._fill_inputs(batch.num_reqs)
         num_tokens, num_tokens_padded = adapter.begin_prefill(batch)
-        # A graph for uniform batches contains a whole phase where there are such graphs; it was not the one for this.
+        # Where there are phase graphs, all uniform ones are such, and none was for this batch: ask for a mixed one.
         run = adapter.dispatch_prefill(batch, num_tokens, num_tokens_padded, uniform=not self.phase_graphs)
         self._leave_states(batch, run, num_tokens_padded)
         attn_metadata, slot_mappings = self._prefill_metadata(batch, run)

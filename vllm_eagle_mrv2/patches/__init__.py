@@ -133,7 +133,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         f"{_GPU}.spec_decode:init_speculator",
-        f"{_HERE}.engine_args:our_speculator",
+        f"{_HERE}.speculator:our_speculator",
         Scope.PLUGIN,
         "makes this package's speculator for a configuration with its settings",
         "vLLM's runner knows its own speculators only",
@@ -141,7 +141,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         f"{_GPU}.model_runner:init_speculator",
-        f"{_HERE}.engine_args:our_speculator",
+        f"{_HERE}.speculator:our_speculator",
         Scope.PLUGIN,
         "the same function under the name that the runner imported",
         "an earlier import keeps the original",

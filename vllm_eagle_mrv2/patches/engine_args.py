@@ -1,10 +1,9 @@
-"""Patches of vLLM's engine arguments and configuration for the method ``eagle_mrv2``, and of its speculator factory."""
+"""Patches of vLLM's engine arguments and configuration for the method ``eagle_mrv2``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_eagle_mrv2 import patches
 from vllm_eagle_mrv2.config import captured_sizes
 from vllm_eagle_mrv2.config.cache_names import name_in_caches
 from vllm_eagle_mrv2.config.command_line import teach_parser
@@ -132,22 +131,6 @@ def prefills_captured(original: Function) -> Function:
         compilation.max_cudagraph_capture_size = sizes[-1]
 
     return set_cudagraph_sizes
-
-
-def our_speculator(original: Function) -> Function:
-    """Wrap ``init_speculator``: it makes this package's speculator for a configuration with settings, and marks it."""
-
-    def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = settings_of(vllm_config.speculative_config)
-        if settings is None:
-            return original(vllm_config, device, *args, **kwargs)
-        release, version = _installed()
-        patches.apply(patches.Scope.WORKER, version)
-        speculator = release.speculator_class(settings.family)(vllm_config, device)
-        mark(speculator, settings)
-        return speculator
-
-    return init_speculator
 
 
 def _installed() -> tuple[Release, Version]:

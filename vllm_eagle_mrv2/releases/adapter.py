@@ -64,8 +64,10 @@ class ReleaseAdapter:
     """Whether the release drafts by argmax where no logits are stored."""
     stores_by_dtype: ClassVar[bool] = False
     """Whether the release's sampler takes logits in the dtype of the stored logits only."""
-    chooses_length: ClassVar[bool] = False
+    looks_up_length: ClassVar[bool] = False
     """Whether the adapter looks up how many tokens to draft; later releases are told by the model runner."""
+    run_model_name: ClassVar[str] = "_run_model"
+    """Name of the speculator's method that runs the draft model."""
     takes_target_inputs: ClassVar[bool] = False
     """Whether the speculator lacks the target's input buffers and attention groups unless a patch gives it them."""
     rebuilds_before_replay: bool = False
@@ -94,7 +96,7 @@ class ReleaseAdapter:
         self.skips_unused = alone and options.enabled(Behaviour.SKIP_UNUSED_DRAFTS)
         self.schedule: list[int] | None = None
         """Number of draft tokens by number of requests, as the scheduler looks it up; None if it does not."""
-        if alone or not self.chooses_length:
+        if alone or not self.looks_up_length:
             self.schedule = lengths_by_batch_size(stock.speculative_config, stock.max_num_reqs)
         self.draft_lengths = frozenset(
             (self.schedule or ())[1:]  # batch sizes count from 1
@@ -245,7 +247,7 @@ class ReleaseAdapter:
         erases: bool = False,
     ) -> DraftBatch:
         """Return the model runner's batch from the arguments of its call to ``propose``."""
-        if self.chooses_length and not dummy_run:
+        if self.looks_up_length and not dummy_run:
             num_draft_tokens = planned_drafts(input_batch)
             if self.schedule is not None:
                 # The scheduler reads the same entry of the same table for the next step.
@@ -366,20 +368,28 @@ class ReleaseAdapter:
         Returns:
             hidden states for the head and hidden states for the next step, both [num_tokens, H]; often the same.
         """
-        hidden: tuple[torch.Tensor, torch.Tensor] = self.stock._run_model(*inputs[1:])
+        run_model = getattr(self.stock, self.run_model_name)
+        hidden: tuple[torch.Tensor, torch.Tensor] = run_model(
+            inputs.num_tokens,
+            inputs.attn_metadata,
+            inputs.slot_mappings,
+            inputs.num_tokens_across_dp,
+            inputs.mode,
+            inputs.mm_inputs,
+        )
         return hidden
 
     def sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft from hidden states [n, H] for step ``draft_step``, and store the logits in the row of each request."""
-        return self._sample_by_stock(hidden_states, self.stock.draft_logits)
+        return self._sample_without_head(hidden_states, self.stock.draft_logits)
 
     def sample_unstored(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft from hidden states [n, H] without storing logits, greedily on every release but 0.20."""
         if self.head is not None:
             return self.head.keys(hidden_states)
-        return self._sample_by_stock(hidden_states, None)
+        return self._sample_without_head(hidden_states, None)
 
-    def _sample_by_stock(self, hidden_states: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Tensor:
+    def _sample_without_head(self, hidden_states: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Tensor:
         num_reqs, buffers, stock = len(hidden_states), self.buffers, self.stock
         sampled: torch.Tensor = stock.sample_draft(
             hidden_states,

@@ -44,9 +44,9 @@ def refresh_is_complete(attn_groups: Any) -> bool:
 
 
 class AutoRegressiveAdapter(FusedAdapter):
-    """Adapter of the releases with speculators based on ``AutoRegressiveSpeculator``."""
+    """Adapter of vLLM 0.28 to 0.31."""
 
-    chooses_length = True
+    looks_up_length = True
 
     def decode_capture_sizes(self) -> AbstractContextManager[None]:
         return hidden_schedule(self.stock.speculative_config)

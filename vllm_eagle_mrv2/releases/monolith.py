@@ -8,7 +8,6 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_eagle_mrv2.config.families import Family
-from vllm_eagle_mrv2.drafting.loop import ForwardInputs
 from vllm_eagle_mrv2.releases.graph_managers import graph_managers
 from vllm_eagle_mrv2.releases.per_step import PerStepAdapter
 
@@ -18,6 +17,7 @@ class MonolithAdapter(PerStepAdapter):
 
     managers = graph_managers(use_breakable_cg=False)
     takes_target_inputs = True
+    run_model_name = "run_model"
 
     @staticmethod
     def stock_class(family: Family) -> Any:
@@ -26,11 +26,7 @@ class MonolithAdapter(PerStepAdapter):
     def before_forward(self, num_tokens: int) -> None:
         """Do nothing: these releases have no expert load balancing for drafts."""
 
-    def run_draft_model(self, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden: tuple[torch.Tensor, torch.Tensor] = self.stock.run_model(*inputs[1:])
-        return hidden
-
-    def _sample_by_stock(self, hidden_states: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Tensor:
+    def _sample_without_head(self, hidden_states: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Tensor:
         """Draft greedily: these releases have no sampler to call."""
         greedy: torch.Tensor = self.stock.model.compute_logits(hidden_states).argmax(dim=-1)
         return greedy

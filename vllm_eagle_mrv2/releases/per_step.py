@@ -42,7 +42,7 @@ class PerStepAdapter(ReleaseAdapter):
     """Adapter of the releases whose own speculator builds metadata anew at each step."""
 
     sample_offset = 0
-    chooses_length = True
+    looks_up_length = True
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
     managers = graph_managers()
 
