@@ -30,7 +30,6 @@ DRAFTS = "draft_what_stock_drafts["
 NO_MEMORY = "Free memory on device"  # vLLM's error if others have taken the memory before an engine starts
 SIDES = ("stock", "eagle_mrv2")
 MEASURED = (*SIDES, "ratio", "quartiles", "rounds")
-VERSIONS = ["python=3.12.3", "torch=2.11.0+cu130", "triton=3.6.0"]
 BUILDS = {
     "test_what_stock_builds": "stock",
     "test_what_stock_takes_for_the_maximum_length": "stock",
@@ -159,14 +158,16 @@ def main() -> None:
     parser.add_argument("--date", required=True, help="a file's is that of its tests")
     parser.add_argument("--command", action="append", required=True, help="what was run, as often as needed")
     parser.add_argument("--commit", required=True, help="of the code that ran")
-    parser.add_argument("--versions", nargs="+", metavar="NAME=VERSION")
+    parser.add_argument(
+        "--versions", nargs="+", metavar="NAME=VERSION", help="of python, torch, triton; for a new file"
+    )
     parser.add_argument("--note", action="append", default=[])
     options = parser.parse_args()
     target = RESULTS / f"{options.card.lower()}-vllm-{options.version}.json"
     known = json.loads(target.read_text()) if target.exists() else {}
-    if not (known or options.reports):
-        parser.error(f"{target.name} does not exist yet, and begins with tests; give --reports.")
-    versions = dict(one.split("=", 1) for one in options.versions or VERSIONS)
+    if not known and not (options.reports and options.versions):
+        parser.error(f"{target.name} does not exist yet, and begins with tests; give --reports and --versions.")
+    versions = dict(one.split("=", 1) for one in options.versions or ())
     empty: dict[str, Any] = {
         "vllm": options.version,
         "where": options.card,

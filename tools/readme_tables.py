@@ -12,7 +12,7 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,8 @@ PACKAGES = {"0.1.0": ("0.26", "0.32"), "0.2.0": tuple(f"0.{minor}" for minor in 
 PLACES = ("H200", "H100", "CPU engine")
 AUTO = "auto"
 SMOLLM2 = "smollm2"
+ADAPTIVE = "adaptive"
+"""Said of a load beside stock with ``enable_adaptive_verification``."""
 KINDS = ("chat", "code", "editing", "prose")
 """Of SmolLM2's prompts."""
 
@@ -128,6 +130,11 @@ class Load(Measured):
     figures: dict[str, dict[str, float]]
     tokens_per_second: dict[str, list[float]] = {}
     rounds: int = 0
+
+    @property
+    def words(self) -> list[str]:
+        """What is special about it."""
+        return self.setting.split(", ") if self.setting else []
 
     def __str__(self) -> str:
         control = f"; {self.control[0]:.2f}" if self.control else ""
@@ -245,7 +252,7 @@ def compatibility_section() -> str:
         rows.append([f"tests passed on: {place}", *(_verdict(results.get(release, []), place) for release in columns)])
     heads = [_minor(release).partition(".")[2] for release in columns]
     legend = (
-        "● yes, - no or not run. Each minor release was tested by one patch release, on the day that the "
+        "● yes, - no or not run. One patch release of each vLLM minor was tested, on the day that the "
         "benchmarks page names; CPU engines have no CUDA graphs."
     )
     return _table(["vLLM 0.", *heads], rows, ":-:") + f"\n\n{legend}"
@@ -396,13 +403,21 @@ def alone_section() -> str:
     return _crossed("without / with the behaviour", rows, _number)
 
 
+def _loads(runs: list[tuple[str, list[Result]]], *, adaptive: bool = False) -> Iterator[tuple[str, str, Load]]:
+    """(release, card, load), beside vLLM's adaptive verification or not."""
+    for release, of_release in runs:
+        for run in of_release:
+            for one in run.under_load:
+                if (ADAPTIVE in one.words) is adaptive:
+                    yield release, run.where, one
+
+
 def load_section() -> str:
     """Gains under load by the number of requests in flight, with random weights."""
     rows: dict[str, dict[str, Load]] = {}
-    for release, runs in read_results().items():
-        for run in runs:
-            for one in (each for each in run.under_load if each.shape != SMOLLM2):
-                rows.setdefault(f"{one.case}, {release}, {run.where}", {})[f"{one.concurrency} in flight"] = one
+    for release, where, one in _loads(list(read_results().items())):
+        if one.shape != SMOLLM2:
+            rows.setdefault(f"{one.case}, {release}, {where}", {})[f"{one.concurrency} in flight"] = one
     return _crossed("tokens per second, eagle_mrv2 / stock", rows, lambda column: int(column.split()[0]))
 
 
@@ -498,19 +513,30 @@ def smollm2_section() -> str:
 def smollm2_speed_section() -> str:
     """Tokens a second with SmolLM2, of benchmarks/load_times.py: a column for each engine."""
     rows: dict[tuple[str, str, str, int], dict[str, str]] = {}
-    for release, runs in _by_release():
-        for run in runs:
-            for one in (each for each in run.under_load if each.shape == SMOLLM2):
-                words = one.setting.split(", ") if one.setting else []
-                kind = next((word for word in words if word in KINDS), "all")
-                variant = ", ".join(word for word in words if word not in KINDS) or "eagle_mrv2"
-                row = rows.setdefault((release, run.where, kind, one.concurrency), {})
-                for engine in ("no speculation", "stock"):
-                    row[engine] = f"{one.figures[engine]['tokens_per_second']:.0f}"
-                row[variant] = f"{one.figures['eagle_mrv2']['tokens_per_second']:.0f}, {one}"
+    for release, where, one in _loads(_by_release()):
+        if one.shape != SMOLLM2:
+            continue
+        kind = next((word for word in one.words if word in KINDS), "all")
+        variant = ", ".join(word for word in one.words if word not in KINDS) or "eagle_mrv2"
+        row = rows.setdefault((release, where, kind, one.concurrency), {})
+        for engine in ("no speculation", "stock"):
+            row[engine] = f"{one.figures[engine]['tokens_per_second']:.0f}"
+        row[variant] = f"{one.figures['eagle_mrv2']['tokens_per_second']:.0f}, {one}"
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     cells = [[*map(str, case), *(row.get(column, "-") for column in columns)] for case, row in rows.items()]
     return _table(["vLLM", "on", "prompts", "in flight", *columns], cells, "---")
+
+
+def adaptive_section() -> str:
+    """What the engine's own choice makes beside stock's adaptive verification: tokens a second, accepted lengths."""
+    rows = []
+    for release, where, one in _loads(_by_release(), adaptive=True):
+        sides = [one.figures[side] for side in ("stock", "eagle_mrv2")]
+        speeds = [f"{side['tokens_per_second']:.0f} ({side['accepted_length']:.2f})" for side in sides]
+        case = f"{one.shape} {one.method}, K={one.k}"
+        rows.append([f"{release}, {where}", case, str(one.concurrency), *speeds, str(one)])
+    heads = ["vLLM", "case", "in flight", "adaptive verification", AUTO, f"{AUTO} / adaptive verification"]
+    return _table(heads, rows, "---")
 
 
 def _by_release() -> list[tuple[str, list[Result]]]:
@@ -572,7 +598,7 @@ PAGES: Mapping[Path, Sections] = {
         "alone": alone_section,
         "metadata": metadata_section,
     },
-    DOCS / "draft-length.md": {"lengths": lengths_section, "changes": changes_section},
+    DOCS / "draft-length.md": {"lengths": lengths_section, "changes": changes_section, "adaptive": adaptive_section},
     DOCS / "fixes.md": {"fixes": fixes_section},
     DOCS / "patches.md": {"patches": patches_section},
 }

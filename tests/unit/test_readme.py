@@ -186,6 +186,22 @@ def test_speeds_with_a_real_model(tables: ModuleType, results: Path) -> None:
     ]
 
 
+def test_beside_adaptive_verification(tables: ModuleType, results: Path) -> None:
+    """Is in neither of the other tables."""
+    figures = {"stock": {"tokens_per_second": 500, "accepted_length": 2.5}}
+    figures["eagle_mrv2"] = {"tokens_per_second": 600.4, "accepted_length": 3.0}
+    one = {"shape": "8b", "method": "eagle3", "k": 5, "concurrency": 8, "gain": [1.2, 1.1, 1.3], "figures": figures}
+    rows = [{**one, "setting": "adaptive, auto up to K=5"}, {**one, "shape": "smollm2", "setting": "adaptive"}]
+    (results / "h100.json").write_text(result(where="H100", under_load=rows))
+    assert tables.load_section().splitlines()[2:] == tables.smollm2_speed_section().splitlines()[2:] == []
+    assert tables.adaptive_section().splitlines() == [
+        "| vLLM | case | in flight | adaptive verification | auto | auto / adaptive verification |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| 0.26.0, H100 | 8b eagle3, K=5 | 8 | 500 (2.50) | 600 (3.00) | 1.20 (1.10 to 1.30) |",
+        "| 0.26.0, H100 | smollm2 eagle3, K=5 | 8 | 500 (2.50) | 600 (3.00) | 1.20 (1.10 to 1.30) |",
+    ]
+
+
 def test_chosen_draft_lengths(tables: ModuleType, results: Path) -> None:
     about = {"shape": "8b", "method": "eagle3", "k": 1}
     steady = {**about, "accepted": "low", "concurrency": 8, "tokens_per_second": {"0": 100, "1": 80, "auto": 98}}

@@ -48,7 +48,7 @@ SWITCHES = frozenset(Behaviour) - {
     Behaviour.DYNAMIC_DRAFT_LENGTH,
     Behaviour.DRAFT_ENFORCE_EAGER,
 }
-"""Behaviours that ``disable`` accepts; switching off any other would bring back a defect of vLLM."""
+"""Behaviours that ``disable`` accepts; of any other nothing but a defect of vLLM would be left."""
 
 BEYOND_STOCK = frozenset(
     {

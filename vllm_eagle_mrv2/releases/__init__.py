@@ -15,13 +15,15 @@ from vllm_eagle_mrv2.releases.spec import PROJECT, Release, ReleaseSpec
 from vllm_eagle_mrv2.releases.surface import Symbol, check_installed
 
 ENTRY_POINTS = "vllm_eagle_mrv2.releases"
+SERIES = (v0_20, v0_22, v0_23, v0_26, v0_28, v0_29, v0_32)
+"""The releases of this package, oldest first."""
 
 
 def all_releases() -> list[Release]:
     """Every known release: those of other packages first, then this package's from newest to oldest."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(ReleaseSpec)
-    for module in (v0_20, v0_22, v0_23, v0_26, v0_28, v0_29, v0_32):
+    for module in SERIES:
         manager.register(module)
     manager.load_setuptools_entrypoints(ENTRY_POINTS)
     known: list[Release] = manager.hook.eagle_mrv2_release()
