@@ -610,6 +610,25 @@ def test_nothing_is_drafted_where_hardly_any_is_accepted() -> None:
     assert Counter(engine.verified[-200:])[0] > 180
 
 
+@pytest.mark.parametrize("kind", ["high", "middle"])
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_return_when_the_text_is_easier(kind: str, seed: int) -> None:
+    """Where nothing was drafted, nothing tells that more would be accepted."""
+    engine = engine_of(lambda now: 128, lambda now: "hardly any" if now < 20 else kind, seed).run(20.0)
+    assert Counter(engine.verified[-100:])[0] > 80
+    engine.run(32.0)
+    assert share_of_best(engine, 26.0, 32.0, 128, kind) > 0.95
+
+
+@pytest.mark.parametrize("requests", [64, 128])
+def test_looking_for_easier_text_takes_little_time(requests: int) -> None:
+    engine = Engine(lambda now: requests, lambda now: (0.0,) * 5).run(70.0)
+    speeds = {length: Engine(engine.load, engine.rates, length).run(60.0).speed(1.0, 60.0) for length in LENGTHS}
+    assert max(speeds, key=lambda one: speeds[one]) == 0
+    assert share_of_best_of(speeds, engine, 10.0, 70.0) > 0.99
+    assert Counter(engine.verified)[1] > 50
+
+
 def steps_of_load(kind: str) -> list[float]:
     """Shares of the best number, from five seconds after each step."""
     engine = engine_of(lambda now: 128 if 10 <= now < 22 else 8, lambda now: kind).run(34.0)
@@ -1011,6 +1030,42 @@ def test_what_a_trial_loses_is_charged() -> None:
     while steps.chooser._trial is trial:
         steps.step(16, trial.length, 0.05)
     assert before - steps.chooser._may_lose == pytest.approx(0.04 * 6, abs=0.05)
+
+
+@pytest.mark.parametrize("abandoned", ["with its requests", "as they come and go"])
+def test_what_a_trial_without_an_end_loses_is_charged(abandoned: str) -> None:
+    steps, trial = in_trial()
+    before = steps.chooser._may_lose
+    for _ in range(3):
+        steps.step(16, trial.length, 0.05)
+    if abandoned == "with its requests":
+        steps.chooser.choose(64)
+    else:
+        for _ in range(200):
+            steps.step(16, 1, 0.0101)
+    assert steps.chooser._trial is not trial
+    assert before - steps.chooser._may_lose > 0.02
+
+
+def test_a_slow_engine_has_trials() -> None:
+    """Six of its iterations take longer than trials may lose of a fast one."""
+    steps = Steps((0, 1))
+    steps.run(16, 100, lambda length: 0.6)
+    assert steps.chooser.choose(16) == 1
+    steps.run(16, 4000, lambda length: 0.6 if length else 0.2)
+    assert steps.chooser.choose(16) == 0
+
+
+def test_requests_that_end_at_once_are_compared_for() -> None:
+    """The drafts of an iteration are chosen for the requests that it begins, too; many of them end with it."""
+    steps = Steps()
+    length = steps.chooser.length
+    for _ in range(300):
+        chosen = steps.chooser.choose(32)
+        steps.step(18, length, 0.01 + 0.005 * length, kept=0)
+        length = chosen
+    assert group_of(32) - group_of(18) == 2
+    assert steps.chooser.choose(32) == 0
 
 
 @pytest.mark.parametrize(("may_lose", "tried"), [(-1.0, None), (0.005, None), (0.5, 2)])

@@ -45,8 +45,13 @@ _HOPE = 0.7
 """To be tried, it must do so with iterations faster than expected by so many standard errors."""
 _LEAST = 0.1
 """Share of the expected time below which that hope does not go."""
+_BLIND_S, _SHARE_WHILE_BLIND = 3.0, 0.005
+"""After so long without drafts, what is accepted may be another share, and the fewest drafts are tried; and the share
+of the time since the last drafts that this may lose."""
 _EVERY = 7
 """Iterations between two comparisons."""
+_NEAR = 2
+"""Groups of decodes that are as far apart may be those of an iteration and of the choice for its drafts."""
 _BETWEEN_S = 0.02
 """Seconds from the tokens of an iteration to the schedule of the next that count; in further ones the engine rested."""
 _LONGEST_ITERATION_S = 2.0
@@ -64,6 +69,10 @@ class Trial:
     taken: int = 0  # iterations with this number
     seconds: float = 0.0
     iterations: int = 0  # all since its begin
+
+    def lost(self, gain: Gain) -> float:
+        """The seconds that it has lost, given what the number makes."""
+        return max(self.seconds - self.taken * gain.seconds * gain.mean, 0.0)
 
 
 class Made(NamedTuple):
@@ -135,6 +144,7 @@ class DraftLength:
         self._trial: Trial | None = None
         self._may_lose = _SAVED_S
         self._scheduled = self._last = clock()  # when an iteration was scheduled, and when the tokens of one arrived
+        self._drafted = self._last  # when those of one with drafts did
         self._verified = self.length  # by the iteration before
         self._iterations = 0
         self._group: int | None = None  # of the latest choice
@@ -156,7 +166,8 @@ class DraftLength:
             self._in_force[group] = self.length if nearest is None else self._in_force[nearest]
         trial = self._trial
         if trial is not None and abs(trial.group - group) > 1:
-            trial = self._trial = None
+            self._pay(trial, self._gains(trial.group))
+            trial = None
         self.length = self._in_force[group] if trial is None else trial.length
         return self.length
 
@@ -195,13 +206,19 @@ class DraftLength:
             decodes * self.acceptance.tokens(length),
         )
         self.acceptance.add(outcomes, seconds)
+        if any(drafts for (drafts, _), _ in outcomes):
+            self._drafted = now
         self._workload.add(made.expected, prefilled)
-        self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, _SAVED_S)
+        self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, max(_SAVED_S, _FEWEST * seconds))
         if not changed:  # the change to another number takes time of its own
             self._waits = iteration, before, made
         self._iterations += 1
-        group = group_of(decodes)
-        if self._iterations % _EVERY == 0 and self._trial is None and group == self._group and group in self._times:
+        group = self._group
+        if self._iterations % _EVERY == 0 and self._trial is None and group is not None and self._times:
+            if abs(group - group_of(decodes)) > _NEAR:
+                return
+            if group not in self._times:
+                self._times[group] = self._first_times(group, iteration)
             gains = self._gains(group)
             if not self._compare(group, gains):
                 self._begin_trial(group, gains)
@@ -264,23 +281,32 @@ class DraftLength:
         due = [
             length for length, gain in gains.items() if gain.may_pay and (1.0 - gain.mean) * gain.seconds <= may_lose
         ]
+        blind = self._last - self._drafted
+        if not due and blind > _BLIND_S:
+            fewest = next(length for length in self.lengths if length)
+            if (1.0 - gains[fewest].mean) * gains[fewest].seconds * _FEWEST <= _SHARE_WHILE_BLIND * blind:
+                due = [fewest]
         if due:
             self._trial = Trial(group, max(due, key=lambda one: gains[one].hoped))
 
     def _end(self, trial: Trial) -> None:
         """End a trial once it is long enough, and compare."""
-        if trial.taken < _FEWEST:
-            if trial.iterations >= _GIVEN_UP:
-                self._trial = None
+        if trial.taken < _FEWEST and trial.iterations < _GIVEN_UP:
             return
         gains = self._gains(trial.group)
-        gain = gains[trial.length]
-        lost = max(trial.seconds - trial.taken * gain.seconds * gain.mean, 0.0)
-        if trial.seconds < _LONGEST_S and lost < self._may_lose and gain.may_pay and not gain.pays:
-            return
+        if trial.taken >= _FEWEST:
+            gain = gains[trial.length]
+            open_still = gain.may_pay and not gain.pays
+            if open_still and trial.seconds < _LONGEST_S and trial.lost(gain) < self._may_lose:
+                return
+        self._pay(trial, gains)
+        if trial.taken >= _FEWEST:
+            self._compare(trial.group, gains)
+
+    def _pay(self, trial: Trial, gains: dict[int, Gain]) -> None:
+        """End a trial, and count what it lost."""
         self._trial = None
-        self._may_lose = max(self._may_lose - lost, -_OWED_S)
-        self._compare(trial.group, gains)
+        self._may_lose = max(self._may_lose - trial.lost(gains[trial.length]), -_OWED_S)
 
     def _compare(self, group: int, gains: dict[int, Gain]) -> bool:
         """Put the best number in force; return whether it is another one."""
