@@ -1077,6 +1077,24 @@ def test_a_trial_waits_for_the_time_that_it_may_lose(may_lose: float, tried: int
     assert (steps.chooser._trial and steps.chooser._trial.length) == tried
 
 
+@pytest.mark.parametrize(("blind", "tried"), [(2.9, None), (3.1, None), (11.9, None), (12.1, 1)])
+def test_the_fewest_drafts_wait_for_the_time_that_they_may_lose(blind: float, tried: int | None) -> None:
+    """Six iterations that lose half, after so many seconds without drafts; and three seconds at least."""
+    gains = {0: Gain(1.0, 0.0, 0.02), 1: Gain(0.5, 0.0, 0.02), 2: Gain(0.49, 0.0, 0.02)}
+    assert started_after(blind, gains) == tried
+    gains[1] = Gain(0.99, 0.0, 0.02)
+    assert started_after(blind, gains) == (None if blind < 3 else 1)
+
+
+def started_after(seconds: float, gains: dict[int, Gain]) -> int | None:
+    """What is tried after so many seconds without drafts."""
+    steps = Steps()
+    steps.step(16, 1)
+    steps.step(16, 0, seconds)
+    steps.chooser._begin_trial(8, gains)
+    return steps.chooser._trial and steps.chooser._trial.length
+
+
 def test_a_bad_number_is_seldom_tried_again() -> None:
     """One that loses half waits for the time that trials may lose; one as good does not."""
     tried: Counter[int] = Counter()
