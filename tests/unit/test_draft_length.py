@@ -1092,7 +1092,8 @@ def started_after(seconds: float, gains: dict[int, Gain]) -> int | None:
     steps.step(16, 1)
     steps.step(16, 0, seconds)
     steps.chooser._begin_trial(8, gains)
-    return steps.chooser._trial and steps.chooser._trial.length
+    trial = steps.chooser._trial
+    return None if trial is None else trial.length
 
 
 def test_a_bad_number_is_seldom_tried_again() -> None:
