@@ -12,8 +12,12 @@ Vector = npt.NDArray[np.float64]
 
 _JITTER, _LEAST_JITTER, _JITTER_FOLLOWS = (0.03**2, 0.3**2), 1e-6, 0.05
 """Variance of iterations as a share of their time squared: before any is known, at least, and an iteration's weight."""
-_OUTLIER, _STREAK = 3.0, 8
-"""Standard deviations beyond which an iteration counts less; so many of a number on one side in a row are a change."""
+_OUTLIER = 3.0
+"""Standard deviations beyond which an iteration counts less."""
+_SLOWER, _FASTER = 8, 4
+"""So many of those are a change: slower ones of a number in a row, or faster ones of any numbers."""
+_FORGETS = 1 / 200
+"""How much of the count of faster ones any other iteration takes away."""
 _LEFT = 0.1
 """What is left of an estimated time at least: none becomes negative."""
 _WORKLOAD = 200
@@ -123,7 +127,9 @@ class Times:
         self._modes = np.array([np.outer(plain, plain), np.outer(drafts, drafts), np.diag(plain), np.diag(extra**2)])
         self._drift = self._spread(_A_SECOND)
         self._jitter = list(_JITTER)  # of iterations without and with prefills
-        self._streaks = dict.fromkeys(lengths, 0)  # outliers in a row; negative where they took less than expected
+        # Outliers.  Stalls are slower ones.  Faster ones are rare, and a change even where other numbers come between,
+        # whose iterations tell little as long as their time is hardly known.
+        self._slower, self._faster = dict.fromkeys(lengths, 0), 0.0
 
     @classmethod
     def guess(cls, lengths: Sequence[int], iteration: Iteration) -> Times:
@@ -228,7 +234,8 @@ class Times:
             noise = off**2 / _OUTLIER**2
             self._doubt(length, off)
         else:
-            self._streaks[length] = 0
+            self._slower[length] = 0
+            self._faster *= 1.0 - _FORGETS
         spread = self._covariance @ parts
         gain = spread / (float(parts @ spread) + noise)
         self._move(gain * off)
@@ -236,10 +243,10 @@ class Times:
         return expected, error
 
     def _doubt(self, length: int, off: float) -> None:
-        """Count an outlier; so many in a row are a change, after which times may be far off."""
-        streak, side = self._streaks[length], 1 if off > 0 else -1
-        self._streaks[length] = side + (streak if streak * side > 0 else 0)
-        if abs(self._streaks[length]) == _STREAK:
-            self._streaks[length] = 0
+        """Count an outlier; after a change, times may be far off."""
+        slower, faster = (self._slower[length] + 1, 0.0) if off > 0 else (0, self._faster + 1.0)
+        changed = slower == _SLOWER or round(faster) == _FASTER
+        self._slower[length], self._faster = (0, 0.0) if changed else (slower, faster)
+        if changed:
             self._covariance += off**2 * self._spread(_CHANGED)
             self._covariance[self._place[length], self._place[length]] += (_CHANGED_OWN * off) ** 2
