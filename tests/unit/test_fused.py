@@ -12,7 +12,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_length import notes
 from vllm_eagle_mrv2.drafting.graphs import DraftGraphs
@@ -263,7 +262,7 @@ def test_graphs_are_captured_for_every_length_of_the_schedule(refreshes: bool, l
     adapter.take_attention(by_ours=False)
     adapter.stock.decode_cudagraph_manager = manager
     loop: Any = SimpleNamespace(decode_all=object(), decode=object())
-    DraftGraphs(adapter, loop, Settings("eagle", Options()))._capture_decodes()
+    DraftGraphs(adapter, loop)._capture_decodes()
     assert specialized == lengths
     forward, arguments = captured
     assert forward is (loop.decode_all if refreshes else loop.decode)

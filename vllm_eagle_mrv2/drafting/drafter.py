@@ -101,7 +101,8 @@ class Drafter:
         self.stock = stock
         self.settings = settings
         self.options = settings.options
-        if not linear.named_in_caches(stock.vllm_config):
+        self.named_in_caches = linear.named_in_caches(stock.vllm_config)
+        if not self.named_in_caches:
             self.options = self.options.without(Behaviour.ROW_PRODUCTS)  # reported by a warning
         self.adapter = adapter_class(stock, self.options, asked)
         self.loop = loop_class(self.options)(
@@ -113,7 +114,7 @@ class Drafter:
             ),
             self.adapter.buffers,
         )
-        self.graphs = DraftGraphs(self.adapter, self.loop, settings)
+        self.graphs = DraftGraphs(self.adapter, self.loop, eager=bool(settings.enforce_eager))
         if self._leads:
             self.loop.counter = DraftCounter.of_rank(stock.vllm_config.parallel_config.data_parallel_index)
             self.loop.counter.clear()  # what an earlier engine of this front-end left

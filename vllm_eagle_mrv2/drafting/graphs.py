@@ -12,7 +12,6 @@ import torch
 
 from vllm_eagle_mrv2.batch.buffers import TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.config.method import Settings
 from vllm_eagle_mrv2.draft_length.notes import GraphTime
 from vllm_eagle_mrv2.drafting.capture import decode_mode
 from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs
@@ -48,10 +47,10 @@ class DraftGraphs:
     Args:
         adapter: of the installed release; its speculator holds the managers, as vLLM looks for them there.
         loop: the passes to capture.
-        settings: what the user asked for.
+        eager: the user wants no graphs of the draft.
     """
 
-    def __init__(self, adapter: ReleaseAdapter, loop: DraftLoop, settings: Settings) -> None:
+    def __init__(self, adapter: ReleaseAdapter, loop: DraftLoop, *, eager: bool = False) -> None:
         self.stock = adapter.stock
         self.adapter = adapter
         self.loop = loop
@@ -60,8 +59,8 @@ class DraftGraphs:
         self.target_graphs: Callable[[], Any] | None = None
         """Returns the target's current graph manager; set once the model runner has one."""
         self.scratch: Any = None  # workspace kept alive for the draft's graphs where the target has no graphs
-        self._enabled = settings.options.enabled
-        self._eager = bool(settings.enforce_eager)
+        self._enabled = adapter.options.enabled
+        self._eager = eager
 
     # Managers
 
@@ -69,7 +68,8 @@ class DraftGraphs:
     def builders_for_decodes(self) -> Iterator[None]:
         """Context in which vLLM makes the draft's metadata builders.
 
-        Some allocate for CUDA graphs, depending on the graph mode and the capture sizes.
+        Some allocate for CUDA graphs, depending on the graph mode and the capture sizes: FlashInfer's keeps 16 MiB of
+        buffers for each size.
         """
         compilation = self.stock.vllm_config.compilation_config
         fitted = compilation.cudagraph_mode
@@ -115,8 +115,7 @@ class DraftGraphs:
     def _decodes_by_support(self) -> bool:
         """Whether the draft's own attention backend decides the graph mode of draft decodes.
 
-        False under data parallelism, where a rank can make the others run eagerly at sizes that have graphs.  A
-        FlashInfer builder configured for CUDA graphs keeps 16 MiB of buffers for each size that it sees.
+        False under data parallelism, where a rank can make the others run eagerly at sizes that have graphs.
         """
         return self._enabled(Behaviour.DRAFT_GRAPHS_BY_SUPPORT) and not self._eager and self.stock.dp_size == 1
 

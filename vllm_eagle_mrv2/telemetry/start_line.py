@@ -121,7 +121,7 @@ class Facts:
             local_argmax=draft_argmax and drafter.logits is not None and drafter.logits.local,
             filters=adapter.filters_drafts,
             products=stock.device.type == "cuda" and (drafter.products.layers > 0 or drafter.products.head),
-            products_cached=options is drafter.settings.options,
+            products_cached=drafter.named_in_caches,
             unmeasured=_unmeasured(stock.device),
             quantized=drafter.products.quantized,
             head_unrounded=options.draft_quantization is not None
