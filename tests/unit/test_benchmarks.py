@@ -463,9 +463,11 @@ def test_what_was_measured_again_moves_aside(tmp_path: Path, monkeypatch: pytest
         gpu_result.main()
         return json.loads((tmp_path / "h200-vllm-0.26.0.json").read_text())
 
-    with pytest.raises(SystemExit):  # nothing to add to
-        put("a", {3: 2.0})
-    put("a", {3: 2.0, 7: 4.0}, "--reports", str(report), "--note", "once")
+    of_run = ("--reports", str(report), "--note", "once"), ("--versions", "python=3.12.3", "torch=2.11.0")
+    for lacking in ((), *of_run):  # nothing to add to
+        with pytest.raises(SystemExit):
+            put("a", {3: 2.0}, *lacking)
+    assert put("a", {3: 2.0, 7: 4.0}, *of_run[0], *of_run[1])["versions"] == {"python": "3.12.3", "torch": "2.11.0"}
     put("b", {1: 1.0, 3: 8.0})
     result = put("b", {3: 1.0})
     assert [(line["k"], line["ratio"], line.get("commit")) for line in result["iteration_ms"]] == [
