@@ -1,8 +1,8 @@
 """What the draft needs from a vLLM release, and what all releases share of it.
 
 A `ReleaseAdapter` is constructed with vLLM's speculator, calls what that inherits from stock, and sets what vLLM reads
-there.  This module imports none of vLLM's
-private modules; the attributes of the speculator that it uses are in the releases' lists of needed symbols.
+there.  This module imports none of vLLM's private modules; the attributes of the speculator that it uses are in the
+releases' lists of needed symbols.
 """
 
 from __future__ import annotations
