@@ -213,15 +213,19 @@ class DraftLength:
         if not changed:  # the change to another number takes time of its own
             self._waits = iteration, before, made
         self._iterations += 1
+        if self._iterations % _EVERY == 0 and self._trial is None and self._times:
+            self._look_for_better(iteration)
+
+    def _look_for_better(self, latest: Iteration) -> None:
+        """Put a better number in force for as many requests as were chosen for last, or try one."""
         group = self._group
-        if self._iterations % _EVERY == 0 and self._trial is None and group is not None and self._times:
-            if abs(group - group_of(decodes)) > _NEAR:
-                return
-            if group not in self._times:
-                self._times[group] = self._first_times(group, iteration)
-            gains = self._gains(group)
-            if not self._compare(group, gains):
-                self._begin_trial(group, gains)
+        if group is None or abs(group - group_of(latest.decodes)) > _NEAR:
+            return
+        if group not in self._times:
+            self._times[group] = self._first_times(group, latest)
+        gains = self._gains(group)
+        if not self._compare(group, gains):
+            self._begin_trial(group, gains)
 
     def _count(self, slot: int, number: float) -> None:
         self._slots[slot] += round(number)
@@ -276,7 +280,7 @@ class DraftLength:
         return self._times[nearest].nearby(abs(group - nearest), requests_of(group) - requests_of(nearest))
 
     def _begin_trial(self, group: int, gains: dict[int, Gain]) -> None:
-        """Try another number, if one may pay and the time that it may lose is there."""
+        """Try another number, if one may pay and the time that it may lose is there; or one draft, after long none."""
         may_lose = max(self._may_lose, 0.0) / _FEWEST
         due = [
             length for length, gain in gains.items() if gain.may_pay and (1.0 - gain.mean) * gain.seconds <= may_lose
