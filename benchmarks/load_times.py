@@ -180,6 +180,8 @@ def main() -> int:
         options.option["draft_length"] = "auto"
     elif not options.steps:
         parser.error("--steps 0 takes --most")
+    if options.pair and options.head:
+        parser.error("--pair has a head of its own, and excludes --head")
     if options.most and (options.control or options.before):
         parser.error("--most excludes --control and --before")
     requests = options.requests if len(options.requests) > 1 else options.requests * len(options.concurrency)

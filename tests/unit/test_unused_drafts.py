@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
+from vllm_eagle_mrv2.patches import model_runner
 from vllm_eagle_mrv2.patches.model_runner import keep_longest_lengths, mark_sessions
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter, drafts_unused
 
@@ -123,6 +124,23 @@ def test_the_end_of_a_session_may_not_be_known(release: str, known: bool, monkey
         assert requests.sessions.nonzero()[0].tolist() == [requests.req_id_to_index["session"]]
         batch.idx_mapping_np[:] = requests.req_id_to_index["session"]
     assert drafts_unused(batch, states) is known
+
+
+def test_a_preempted_session_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "installed_version", lambda: Version("0.30.0"))
+    monkeypatch.setattr(model_runner, "_SESSIONS", 1)
+    requests: Any = Requests()
+    mark_sessions(requests)
+    for number in range(1 + ROWS):
+        requests.add_request(req_id=str(number))
+        for _ in range(2 - (number == 1)):
+            requests.remove_request(str(number))
+            requests.add_request(req_id=str(number))
+        requests.remove_request(str(number))
+    for req_id, session in (("1", True), ("new", False), ("0", False), (str(ROWS), True)):
+        requests.remove_request(req_id)
+        requests.add_request(req_id=req_id)
+        assert requests.sessions[requests.req_id_to_index[req_id]] == session, req_id
 
 
 def test_no_request_is_too_long() -> None:

@@ -34,7 +34,8 @@ _GIVEN_UP = 200
 _SHARE_OF_TRIALS = 0.002
 """Share of all time that trials may lose."""
 _SAVED_S = 0.5
-"""Seconds that trials may lose at once: at the start, and after a quiet time."""
+"""Seconds that trials may lose at once, or the fewest iterations of a trial where these take longer: at the start, and
+after a quiet time."""
 _OWED_S = 10.0 * _SHARE_OF_TRIALS
 """Seconds by which trials may have lost more than that: a bad surprise holds the next one back for ten at most."""
 _WORTH = 1.01
@@ -214,15 +215,17 @@ class DraftLength:
             self._waits = iteration, before, made
         self._iterations += 1
         if self._iterations % _EVERY == 0 and self._trial is None and self._times:
-            self._look_for_better(iteration)
+            self._look_for_better(decodes)
 
-    def _look_for_better(self, latest: Iteration) -> None:
-        """Put a better number in force for as many requests as were chosen for last, or try one."""
+    def _look_for_better(self, decodes: int) -> None:
+        """Put a better number in force for as many requests as were chosen for last, or try one.
+
+        Args:
+            decodes: of the latest iteration.
+        """
         group = self._group
-        if group is None or abs(group - group_of(latest.decodes)) > _NEAR:
+        if group is None or abs(group - group_of(decodes)) > _NEAR:
             return
-        if group not in self._times:
-            self._times[group] = self._first_times(group, latest)
         gains = self._gains(group)
         if not self._compare(group, gains):
             self._begin_trial(group, gains)
@@ -236,17 +239,17 @@ class DraftLength:
         Returns:
             Tokens, [numbers]; and parts, as of `Times`, [numbers, times].
         """
-        requests, lengths = requests_of(group), np.array(self.lengths)
+        requests, lengths, times = requests_of(group), np.array(self.lengths), self._times_of(group)
         tokens = requests * np.array([self.acceptance.tokens(length) for length in self.lengths])
         extras = self._workload.extra(tokens, self._captured - requests * (1 + lengths))
         parts = [
-            self._times[group].parts(length, one, one, one)
+            times.parts(length, one, one, one)
             for length, one in zip(self.lengths, map(Extra._make, extras), strict=True)
         ]
         return tokens, np.array(parts)
 
     def _gains(self, group: int) -> dict[int, Gain]:
-        times, in_force = self._times[group], self.lengths.index(self._in_force[group])
+        times, in_force = self._times_of(group), self.lengths.index(self._in_force[group])
         tokens, parts = self._expected(group)
         seconds = np.maximum(times.seconds(parts), times.plain)
         rates, shares = tokens / seconds, parts / seconds[:, None]
@@ -257,7 +260,7 @@ class DraftLength:
         """Take over the time of an iteration."""
         group = group_of(iteration.decodes)
         if group not in self._times:
-            self._times[group] = self._first_times(group, iteration)
+            self._times[group] = self._times_of(group) if self._times else Times.guess(self.lengths, iteration)
         expected, error = self._times[group].learn(iteration, before, after)
         if error < _KNOWN * expected:
             self._count(counters.MICROSECONDS, 1e6 * iteration.seconds)
@@ -265,18 +268,18 @@ class DraftLength:
             self._count(counters.TOKENS, made.tokens)
             self._count(counters.EXPECTED_MILLITOKENS, 1e3 * made.expected)
         trial = self._trial
-        if trial is not None and abs(trial.group - group) <= 1:
+        if trial is not None and abs(trial.group - group) <= _NEAR:
             trial.iterations += 1
             if iteration.length == trial.length:
                 trial.taken += 1
                 trial.seconds += iteration.seconds
             self._end(trial)
 
-    def _first_times(self, group: int, iteration: Iteration) -> Times:
-        """Return what is expected of a number of decodes: by the nearest known one, or by its first iteration."""
-        nearest = _nearest(group, self._times)
-        if nearest is None:
-            return Times.guess(self.lengths, iteration)
+    def _times_of(self, group: int) -> Times:
+        """Return what is known of a number of decodes, or expected of it by the nearest known one."""
+        if group in self._times:
+            return self._times[group]
+        nearest = min(self._times, key=lambda other: abs(other - group))
         return self._times[nearest].nearby(abs(group - nearest), requests_of(group) - requests_of(nearest))
 
     def _begin_trial(self, group: int, gains: dict[int, Gain]) -> None:

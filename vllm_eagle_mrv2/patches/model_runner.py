@@ -21,6 +21,8 @@ _VERIFIES_PLACEHOLDERS = SpecifierSet(">=0.25,<0.31")
 """Releases that pad requests with placeholders, and verify these as drafts."""
 _KEEPS_FIRST_MAX_TOKENS = SpecifierSet("<0.31")
 """Releases whose scheduler ends a session of streaming input by the ``max_tokens`` of its first chunk."""
+_SESSIONS = 16
+"""Of so many times the requests at a time it is known that they got further input."""
 _COUNTS_ALL = Version("0.27")
 """The first release that counts what the runner allocates before it loads the model."""
 
@@ -108,12 +110,13 @@ def mark_sessions(req_states: Any) -> None:
     """Add ``sessions`` to the runner's states, [max_num_reqs] bool: requests that got further input.
 
     The runner removes such a request and adds it again, with the ``max_tokens`` of the new input.  Below 0.31 that does
-    not say when it ends.
+    not say when it ends, nor does it after a preemption.
     """
     if hasattr(req_states, "sessions") or releases.installed_version() not in _KEEPS_FIRST_MAX_TOKENS:
         return
     sessions = req_states.sessions = np.zeros(req_states.max_num_reqs, dtype=bool)
     add, remove, removed = req_states.add_request, req_states.remove_request, ""
+    continued: dict[str, None] = {}  # the latest of them
 
     def remove_request(req_id: str) -> Any:
         nonlocal removed
@@ -122,7 +125,11 @@ def mark_sessions(req_states: Any) -> None:
 
     def add_request(req_id: str, *args: Any, **kwargs: Any) -> None:
         add(req_id, *args, **kwargs)
-        sessions[req_states.req_id_to_index[req_id]] = req_id == removed
+        if req_id == removed:
+            continued[req_id] = None
+            if len(continued) > _SESSIONS * len(sessions):
+                del continued[next(iter(continued))]
+        sessions[req_states.req_id_to_index[req_id]] = req_id in continued
 
     req_states.add_request, req_states.remove_request = add_request, remove_request
 
