@@ -17,7 +17,7 @@ _OUTLIER = 3.0
 _SLOWER, _FASTER = 8, 4
 """So many of those are a change: slower ones of a number in a row, or faster ones of any numbers."""
 _FORGETS = 1 / 200
-"""How much of the count of faster ones any other iteration takes away."""
+"""How much of the count of faster ones another iteration takes away; a slower outlier takes all."""
 _LEFT = 0.1
 """What is left of an estimated time at least: none becomes negative."""
 _WORKLOAD = 200
