@@ -403,10 +403,10 @@ def alone_section() -> str:
     return _crossed("without / with the behaviour", rows, _number)
 
 
-def _loads(runs: list[tuple[str, list[Result]]], *, adaptive: bool = False) -> Iterator[tuple[str, str, Load]]:
-    """(release, card, load), beside vLLM's adaptive verification or not."""
-    for release, of_release in runs:
-        for run in of_release:
+def _loads(*, adaptive: bool = False) -> Iterator[tuple[str, str, Load]]:
+    """(release, card, load), oldest release first, beside vLLM's adaptive verification or not."""
+    for release, runs in _by_release():
+        for run in runs:
             for one in run.under_load:
                 if (ADAPTIVE in one.words) is adaptive:
                     yield release, run.where, one
@@ -415,7 +415,7 @@ def _loads(runs: list[tuple[str, list[Result]]], *, adaptive: bool = False) -> I
 def load_section() -> str:
     """Gains under load by the number of requests in flight, with random weights."""
     rows: dict[str, dict[str, Load]] = {}
-    for release, where, one in _loads(list(read_results().items())):
+    for release, where, one in _loads():
         if one.shape != SMOLLM2:
             rows.setdefault(f"{one.case}, {release}, {where}", {})[f"{one.concurrency} in flight"] = one
     return _crossed("tokens per second, eagle_mrv2 / stock", rows, lambda column: int(column.split()[0]))
@@ -513,7 +513,7 @@ def smollm2_section() -> str:
 def smollm2_speed_section() -> str:
     """Tokens a second with SmolLM2, of benchmarks/load_times.py: a column for each engine."""
     rows: dict[tuple[str, str, str, int], dict[str, str]] = {}
-    for release, where, one in _loads(_by_release()):
+    for release, where, one in _loads():
         if one.shape != SMOLLM2:
             continue
         kind = next((word for word in one.words if word in KINDS), "all")
@@ -530,7 +530,7 @@ def smollm2_speed_section() -> str:
 def adaptive_section() -> str:
     """What the engine's own choice makes beside stock's adaptive verification: tokens a second, accepted lengths."""
     rows = []
-    for release, where, one in _loads(_by_release(), adaptive=True):
+    for release, where, one in _loads(adaptive=True):
         sides = [one.figures[side] for side in ("stock", "eagle_mrv2")]
         speeds = [f"{side['tokens_per_second']:.0f} ({side['accepted_length']:.2f})" for side in sides]
         case = f"{one.shape} {one.method}, K={one.k}"

@@ -839,8 +839,9 @@ class Steps:
 
 def rates(chooser: DraftLength, requests: int) -> dict[int, float]:
     """The tokens a second that each number is expected to make."""
-    tokens, parts = chooser._expected(group_of(requests))
-    seconds = chooser._times[group_of(requests)].seconds(parts)
+    times = chooser._times[group_of(requests)]
+    tokens, parts = chooser._expected(group_of(requests), times)
+    seconds = times.seconds(parts)
     return dict(zip(chooser.lengths, (tokens / seconds).tolist(), strict=True))
 
 

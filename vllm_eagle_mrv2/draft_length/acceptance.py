@@ -29,12 +29,15 @@ class Acceptance:
         self._verified = [1.0] * most
         self._accepted = [_PRIOR] * most
 
-    def add(self, outcomes: Iterable[tuple[tuple[int, int], int]], seconds: float) -> None:
+    def add(self, outcomes: Iterable[tuple[tuple[int, int], int]], seconds: float) -> bool:
         """Count the outcomes of an iteration.
 
         Args:
             outcomes: ((drafts of a request, how many of them were accepted), number of such requests).
             seconds: since the iteration before.
+
+        Returns:
+            Whether there were drafts.
         """
         verified, accepted = [0] * len(self._verified), [0] * len(self._verified)
         drafted = 0
@@ -44,7 +47,7 @@ class Acceptance:
                 verified[position] += requests
                 accepted[position] += requests if position < kept else 0
         if not drafted:
-            return
+            return False
         shift = 0.0  # of the log-odds of a position
         for position, new in enumerate(verified):
             before = self._log_odds(position)
@@ -59,6 +62,7 @@ class Acceptance:
             shift = self._log_odds(position) - before
             if position + 1 < drafted:
                 shift *= 1.0 - self._share(position)  # the next position has outcomes where this one's are accepted
+        return True
 
     def _share(self, position: int) -> float:
         return self._accepted[position] / self._verified[position]

@@ -101,6 +101,11 @@ class Gain(NamedTuple):
         return self.mean / max(1.0 - _HOPE * self.error, _LEAST)
 
     @property
+    def loses(self) -> float:
+        """The seconds that the fewest iterations of a trial are expected to lose."""
+        return (1.0 - self.mean) * self.seconds * _FEWEST
+
+    @property
     def pays(self) -> bool:
         """Whether the number should come into force."""
         return self.sure > _WORTH
@@ -115,7 +120,7 @@ class DraftLength:
     """The number of draft tokens of an engine.
 
     Args:
-        lengths: the numbers to choose from, ascending; the last is the maximum.
+        lengths: the numbers to choose from, ascending; the first is 0, the last the maximum.
         captured: the most tokens of an iteration that a CUDA graph holds.
         clock: returns seconds.
         counter: counts what was expected beside what came; its `HELD` slot may hold a number.
@@ -163,11 +168,11 @@ class DraftLength:
             return held
         group = self._group = group_of(requests)
         if group not in self._in_force:
-            nearest = _nearest(group, self._in_force)
-            self._in_force[group] = self.length if nearest is None else self._in_force[nearest]
+            known = self._in_force
+            self._in_force[group] = known[_nearest(group, known)] if known else self.length
         trial = self._trial
         if trial is not None and abs(trial.group - group) > 1:
-            self._pay(trial, self._gains(trial.group))
+            self._pay(trial, self._gains(trial.group)[trial.length])
             trial = None
         self.length = self._in_force[group] if trial is None else trial.length
         return self.length
@@ -206,8 +211,7 @@ class DraftLength:
             decodes + sum(max(kept, 0) * requests for (_, kept), requests in outcomes),
             decodes * self.acceptance.tokens(length),
         )
-        self.acceptance.add(outcomes, seconds)
-        if any(drafts for (drafts, _), _ in outcomes):
+        if self.acceptance.add(outcomes, seconds):
             self._drafted = now
         self._workload.add(made.expected, prefilled)
         self._may_lose = min(self._may_lose + _SHARE_OF_TRIALS * seconds, max(_SAVED_S, _FEWEST * seconds))
@@ -233,13 +237,17 @@ class DraftLength:
     def _count(self, slot: int, number: float) -> None:
         self._slots[slot] += round(number)
 
-    def _expected(self, group: int) -> tuple[Vector, Vector]:
+    def _expected(self, group: int, times: Times) -> tuple[Vector, Vector]:
         """Return, by number of drafts, what iterations are expected to make and what they consist of.
+
+        Args:
+            group: of decodes.
+            times: of theirs.
 
         Returns:
             Tokens, [numbers]; and parts, as of `Times`, [numbers, times].
         """
-        requests, lengths, times = requests_of(group), np.array(self.lengths), self._times_of(group)
+        requests, lengths = requests_of(group), np.array(self.lengths)
         tokens = requests * np.array([self.acceptance.tokens(length) for length in self.lengths])
         extras = self._workload.extra(tokens, self._captured - requests * (1 + lengths))
         parts = [
@@ -250,7 +258,7 @@ class DraftLength:
 
     def _gains(self, group: int) -> dict[int, Gain]:
         times, in_force = self._times_of(group), self.lengths.index(self._in_force[group])
-        tokens, parts = self._expected(group)
+        tokens, parts = self._expected(group, times)
         seconds = np.maximum(times.seconds(parts), times.plain)
         rates, shares = tokens / seconds, parts / seconds[:, None]
         columns = (one.tolist() for one in (rates / rates[in_force], times.error(shares - shares[in_force]), seconds))
@@ -279,41 +287,37 @@ class DraftLength:
         """Return what is known of a number of decodes, or expected of it by the nearest known one."""
         if group in self._times:
             return self._times[group]
-        nearest = min(self._times, key=lambda other: abs(other - group))
+        nearest = _nearest(group, self._times)
         return self._times[nearest].nearby(abs(group - nearest), requests_of(group) - requests_of(nearest))
 
     def _begin_trial(self, group: int, gains: dict[int, Gain]) -> None:
         """Try another number, if one may pay and the time that it may lose is there; or one draft, after long none."""
-        may_lose = max(self._may_lose, 0.0) / _FEWEST
-        due = [
-            length for length, gain in gains.items() if gain.may_pay and (1.0 - gain.mean) * gain.seconds <= may_lose
-        ]
-        blind = self._last - self._drafted
-        if not due and blind > _BLIND_S:
-            fewest = next(length for length in self.lengths if length)
-            if (1.0 - gains[fewest].mean) * gains[fewest].seconds * _FEWEST <= _SHARE_WHILE_BLIND * blind:
-                due = [fewest]
+        may_lose = max(self._may_lose, 0.0)
+        due = [length for length, gain in gains.items() if gain.may_pay and gain.loses <= may_lose]
+        blind, fewest = self._last - self._drafted, self.lengths[1]
+        if not due and blind > _BLIND_S and gains[fewest].loses <= _SHARE_WHILE_BLIND * blind:
+            due = [fewest]
         if due:
             self._trial = Trial(group, max(due, key=lambda one: gains[one].hoped))
 
     def _end(self, trial: Trial) -> None:
         """End a trial once it is long enough, and compare."""
-        if trial.taken < _FEWEST and trial.iterations < _GIVEN_UP:
+        enough = trial.taken >= _FEWEST
+        if not enough and trial.iterations < _GIVEN_UP:
             return
         gains = self._gains(trial.group)
-        if trial.taken >= _FEWEST:
-            gain = gains[trial.length]
-            open_still = gain.may_pay and not gain.pays
-            if open_still and trial.seconds < _LONGEST_S and trial.lost(gain) < self._may_lose:
-                return
-        self._pay(trial, gains)
-        if trial.taken >= _FEWEST:
+        gain = gains[trial.length]
+        affordable = trial.seconds < _LONGEST_S and trial.lost(gain) < self._may_lose
+        if enough and affordable and gain.may_pay and not gain.pays:
+            return
+        self._pay(trial, gain)
+        if enough:
             self._compare(trial.group, gains)
 
-    def _pay(self, trial: Trial, gains: dict[int, Gain]) -> None:
+    def _pay(self, trial: Trial, gain: Gain) -> None:
         """End a trial, and count what it lost."""
         self._trial = None
-        self._may_lose = max(self._may_lose - trial.lost(gains[trial.length]), -_OWED_S)
+        self._may_lose = max(self._may_lose - trial.lost(gain), -_OWED_S)
 
     def _compare(self, group: int, gains: dict[int, Gain]) -> bool:
         """Put the best number in force; return whether it is another one."""
@@ -347,5 +351,5 @@ def requests_of(group: int) -> int:
     return round(2 ** (group / 2))
 
 
-def _nearest(group: int, known: Collection[int]) -> int | None:
-    return min(known, key=lambda other: abs(other - group), default=None)
+def _nearest(group: int, known: Collection[int]) -> int:
+    return min(known, key=lambda other: abs(other - group))
