@@ -76,19 +76,17 @@ def greedy_on_replicas(method: str, shares: Sequence[Share], **arguments: Any) -
     Raises:
         TimeoutError: the ranks do not end.
     """
-    before = read_counters()
     with same_runner(method):
         given = engine_arguments(method, data_parallel_size=len(shares), **arguments)
-        tokens = asyncio.run(_generate(given, shares))
-    counted = counted_since(before)
-    return tokens, 1 + counted["num_accepted_tokens"] / counted["num_drafts"]
+        return asyncio.run(_generate(given, shares))
 
 
-async def _generate(arguments: dict[str, Any], shares: Sequence[Share]) -> list[list[list[int]]]:
+async def _generate(arguments: dict[str, Any], shares: Sequence[Share]) -> tuple[list[list[list[int]]], float]:
     from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     engine: Any = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments))
+    before = read_counters()  # of this engine: it has put those of an earlier one aside
 
     async def one(rank: int, number: int) -> list[int]:
         share = shares[rank]
@@ -114,6 +112,8 @@ async def _generate(arguments: dict[str, Any], shares: Sequence[Share]) -> list[
         return list(await asyncio.gather(*asked))
 
     try:
-        return await asyncio.wait_for(all_at_once(), _ENDS_WITHIN_S)
+        tokens = await asyncio.wait_for(all_at_once(), _ENDS_WITHIN_S)
     finally:
         engine.shutdown()
+    counted = counted_since(before)
+    return tokens, 1 + counted["num_accepted_tokens"] / counted["num_drafts"]
