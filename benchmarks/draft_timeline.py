@@ -19,7 +19,8 @@ phase.  All times are medians over the iterations, in microseconds unless noted:
   variant.  vLLM 0.33 compiles several kernels at a time; the time of each then includes the others.
 
 ``--mixed`` profiles requests of mixed lengths that come and go, ``--batch`` of them in flight, with drafts accepted at
-random: ``mixed`` has the figures of iterations that prefill a request too, ``decodes`` those of all others.
+random: ``mixed`` has the figures of iterations that prefill a request too, ``decodes`` those of all others.  ``tokens``
+are those of a batch; where two engines' differ, so do their times.
 """
 
 from __future__ import annotations
@@ -67,6 +68,14 @@ class Event(NamedTuple):
     name: str
 
 
+class Batch(NamedTuple):
+    """What a draft phase is given."""
+
+    prefills: bool
+    """Whether it prefills a request."""
+    tokens: int
+
+
 def gaps(events: list[Event]) -> Iterator[tuple[int, Event, Event]]:
     """(nanoseconds, event before, event after) of each gap in which no event runs; events are sorted by start."""
     last = events[0]
@@ -95,22 +104,23 @@ def phases_of(events: list[Event]) -> list[list[Event]]:
     return phases
 
 
-def summary(events: list[Event], prefills: list[bool]) -> dict[str, Any]:
+def summary(events: list[Event], batches: list[Batch]) -> dict[str, Any]:
     """The figures of the iterations except those at both ends, apart for those that prefill a request.
 
     Args:
         events: of the GPU, sorted by start.
-        prefills: for each draft phase, whether its batch has a prefill.
+        batches: of the draft phases.
     """
     phases = phases_of(events)
-    assert len(phases) == len(prefills), (len(phases), len(prefills))
-    found = [(phase, mixed) for phase, mixed in zip(phases, prefills, strict=True) if phase][3:-3]
-    iterations = [(a, b) for (a, _), (b, _) in pairwise(found)]
-    kinds = {
-        kind: [one for one, (_, mixed) in zip(iterations, found[1:], strict=True) if mixed is wanted]
-        for kind, wanted in (("mixed", True), ("decodes", False))
+    assert len(phases) == len(batches), (len(phases), len(batches))
+    found = [(phase, batch) for phase, batch in zip(phases, batches, strict=True) if phase][3:-3]
+    iterations = [(a, b, batch) for (a, _), (b, batch) in pairwise(found)]
+    figures = {
+        kind: {"tokens": statistics.median(batch.tokens for _, _, batch in ones)}
+        | figures_of(events, [(a, b) for a, b, _ in ones])
+        for kind, prefills in (("mixed", True), ("decodes", False))
+        if (ones := [one for one in iterations if one[2].prefills is prefills])
     }
-    figures = {kind: figures_of(events, ones) for kind, ones in kinds.items() if ones}
     return figures if "mixed" in figures else figures["decodes"]
 
 
@@ -236,23 +246,23 @@ def host_times(runner: Any, output: Any, generate: Callable[[], Any]) -> dict[st
     return {"host_us": host, "host_functions_us": dict(most)}
 
 
-def mark_phases(speculator: Any, num_draft_tokens: int) -> list[bool]:
-    """Put a marker kernel before and after each draft phase; return a list of whether each batch has a prefill."""
+def mark_phases(speculator: Any, num_draft_tokens: int) -> list[Batch]:
+    """Put a marker kernel before and after each draft phase; return the list that gets the batches."""
     import torch
 
     propose = speculator.propose
-    prefills: list[bool] = []
+    batches: list[Batch] = []
 
     def marked(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        most = int(input_batch.num_scheduled_tokens[: input_batch.num_reqs].max())
-        prefills.append(most > num_draft_tokens + 1)
+        scheduled = input_batch.num_scheduled_tokens[: input_batch.num_reqs]
+        batches.append(Batch(int(scheduled.max()) > num_draft_tokens + 1, int(scheduled.sum())))
         torch.cuda._sleep(1)
         drafts = propose(input_batch, *args, **kwargs)
         torch.cuda._sleep(1)
         return drafts
 
     speculator.propose = marked
-    return prefills
+    return batches
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -308,9 +318,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with turn(options.together):
         generate()
         found |= host_times(runner, async_utils.AsyncOutput, generate)
-        prefills = mark_phases(runner.speculator, options.steps)
+        batches = mark_phases(runner.speculator, options.steps)
         generate()
-        prefills.clear()
+        batches.clear()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             generate()
             torch.cuda.synchronize()
@@ -326,7 +336,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **{name: getattr(options, name) for name in ("family", "steps", "batch", "mixed", "disable", "option")},
         "shape": options.shape.value,
     }
-    return about | found | summary(events, prefills)
+    return about | found | summary(events, batches)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ loads by benchmarks/load_times.py, and the lengths by benchmarks/draft_lengths.p
 
 Existing contents of the file are kept: replaced measurements move to ``earlier``, and the remaining ones are marked
 with the file's previous commit.  If the commit is the same, new pairs of engines are added to the existing ones.
+Loads take the place of earlier ones of the same case; ``--further-pair`` keeps these, as they are of another pair.
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ def read_times(files: list[Path], release: str) -> list[dict[str, Any]]:
     return joined([line | {side: [line[side]] for side in SIDES} for line in of_release])
 
 
-def put_lines(result: dict[str, Any], field: str, files: list[Path], commit: str) -> None:
-    """Put the lines of a script into a field of a result, in place of earlier ones of the same case."""
+def put_lines(
+    result: dict[str, Any], field: str, files: list[Path], commit: str, *, further_pair: bool = False
+) -> None:
+    """Put the lines of a script into a field of a result, in place of earlier ones of the same case, or beside them."""
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.startswith("{")]
     new = [line | {"commit": commit} for line in lines if line.pop("vllm") == result["vllm"]]
 
@@ -86,8 +89,9 @@ def put_lines(result: dict[str, Any], field: str, files: list[Path], commit: str
         fields = ("shape", "method", "k", "setting", "accepted", "change", "concurrency")
         return tuple(line.get(field, "") for field in fields)
 
-    kept = {case(line): line for line in [*result.get(field, []), *new]}
-    result[field] = [kept[key] for key in sorted(kept)]
+    replaced = set() if further_pair else {case(line) for line in new}
+    kept = [line for line in result.get(field, []) if case(line) not in replaced]
+    result[field] = sorted([*kept, *new], key=case)
 
 
 def case_of(line: dict[str, Any]) -> str:
@@ -162,6 +166,7 @@ def main() -> None:
         "--versions", nargs="+", metavar="NAME=VERSION", help="of python, torch, triton; for a new file"
     )
     parser.add_argument("--note", action="append", default=[])
+    parser.add_argument("--further-pair", action="store_true", help="keep earlier loads of the same cases, too")
     options = parser.parse_args()
     target = RESULTS / f"{options.card.lower()}-vllm-{options.version}.json"
     known = json.loads(target.read_text()) if target.exists() else {}
@@ -191,7 +196,7 @@ def main() -> None:
         result["versions"] = versions
     result["command"] += [f"{options.date}, at {options.commit}: {command}" for command in options.command]
     result["notes"] += options.note
-    put_lines(result, "under_load", options.loads, options.commit)
+    put_lines(result, "under_load", options.loads, options.commit, further_pair=options.further_pair)
     put_lines(result, "draft_lengths", options.lengths, options.commit)
     if options.reports or options.times:  # the others name their own commit
         put_times(result, read_times(options.times, options.version), options.commit)

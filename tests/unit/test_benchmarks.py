@@ -321,8 +321,10 @@ def timeline_of(prefills: list[bool]) -> list[Any]:
 
 
 def test_what_a_timeline_says() -> None:
-    found = script("draft_timeline").summary(timeline_of([False] * 9), [False] * 9)
-    assert found["iterations"] == 2
+    timeline = script("draft_timeline")
+    batches = [timeline.Batch(prefills=False, tokens=tokens) for tokens in range(9)]
+    found = timeline.summary(timeline_of([False] * 9), batches)
+    assert (found["iterations"], found["tokens"]) == (2, 4.5)
     assert (found["phase_us"], found["busy_us"], found["idle_share"]) == (200.0, 180.0, 0.1)
     assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
     assert found["kernels"] == {"draft": {"count": 2, "us": 180.0}, "beside": {"count": 1, "us": 10.0}}
@@ -336,16 +338,18 @@ def test_what_a_timeline_says() -> None:
 def test_iterations_that_prefill_are_apart() -> None:
     timeline = script("draft_timeline")
     prefills = [False, False, False, False, True, False, True, True, False, True, True, True]
+    batches = [timeline.Batch(prefill, 500 if prefill else 8) for prefill in prefills]
     events = timeline_of(prefills)
     nothing_drafted = [timeline.Event(at, at + 1, "spin_kernel(long)") for at in (-20, -10)]
-    found = timeline.summary(nothing_drafted + events, [True, *prefills])
+    found = timeline.summary(nothing_drafted + events, [timeline.Batch(True, 900), *batches])
     assert found.keys() == {"mixed", "decodes"}
     mixed, decodes = found["mixed"], found["decodes"]
+    assert (mixed["tokens"], decodes["tokens"]) == (500, 8)
     assert (mixed["iterations"], mixed["phase_us"], mixed["busy_us"]) == (3, 250.0, 230.0)
     assert (decodes["iterations"], decodes["phase_us"], decodes["busy_us"]) == (2, 200.0, 180.0)
     assert mixed["kernels"]["draft"] == {"count": 2, "us": 230.0}
     with pytest.raises(AssertionError):  # a phase too many
-        timeline.summary(events, [True, *prefills])
+        timeline.summary(events, [timeline.Batch(True, 900), *batches])
 
 
 def test_what_a_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,21 +399,23 @@ def test_pairs_of_one_case_are_one_result(tmp_path: Path) -> None:
     assert alone == case | {"setting": "FlashInfer"} | pair | {"stock": [2.0], "eagle_mrv2": [1.0]}
 
 
-def test_a_load_that_was_measured_again_is_replaced(tmp_path: Path) -> None:
+def test_a_load_that_was_measured_again_is_replaced_or_joined(tmp_path: Path) -> None:
     put = script("gpu_result").put_lines
     result: dict[str, Any] = {"vllm": "0.26.0"}
 
-    def measured(commit: str, *lines: tuple[str, int, float]) -> list[tuple[Any, ...]]:
+    def measured(commit: str, *lines: tuple[str, int, float], further_pair: bool = False) -> list[tuple[Any, ...]]:
         file = tmp_path / commit
         case = {"shape": "8b", "method": "eagle3", "k": 3}
         loads = [{"vllm": vllm, **case, "concurrency": many, "gain": gain} for vllm, many, gain in lines]
         file.write_text("\n".join(["a log", *map(json.dumps, loads)]))
-        put(result, "under_load", [file], commit)
+        put(result, "under_load", [file], commit, further_pair=further_pair)
         return [(line["concurrency"], line["gain"], line["commit"]) for line in result["under_load"]]
 
     lines = measured("a", ("0.26.0", 8, 1.1), ("0.33.0", 8, 9), ("0.26.0", 1, 1.2))
     assert lines == [(1, 1.2, "a"), (8, 1.1, "a")]
     assert measured("b", ("0.26.0", 8, 1.3)) == [(1, 1.2, "a"), (8, 1.3, "b")]
+    assert measured("c", ("0.26.0", 8, 1.4), further_pair=True) == [(1, 1.2, "a"), (8, 1.3, "b"), (8, 1.4, "c")]
+    assert measured("d", ("0.26.0", 8, 1.5)) == [(1, 1.2, "a"), (8, 1.5, "d")]
 
 
 def test_draft_lengths_of_nothing_starts_no_engine(
