@@ -97,10 +97,10 @@ class ChangingEngine(LoadEngine):
         for phase in changes.phases:
             if phase.acceptance:
                 await self._engine.collective_rpc("set_acceptance_rates", args=(phase.acceptance,))
-            self._slots = [slot for slot in self._slots if not slot.done()]
-            self._slots += [
-                asyncio.create_task(self._serve_while_wanted(slot, requests))
-                for slot in range(len(self._slots), phase.concurrency)
+            self._clients = [client for client in self._clients if not client.done()]
+            self._clients += [
+                asyncio.create_task(self._serve_while_wanted(client, requests))
+                for client in range(len(self._clients), phase.concurrency)
             ]
             self._wanted = phase.concurrency
             courses.append(await self._course(phase.seconds))
@@ -114,18 +114,18 @@ class ChangingEngine(LoadEngine):
             load = traffic.load(Level(concurrency=1), number, fills=False)
             yield from ((load, request) for request in load.requests)
 
-    async def _serve_while_wanted(self, slot: int, requests: Iterator[tuple[Load, Request]]) -> None:
+    async def _serve_while_wanted(self, client: int, requests: Iterator[tuple[Load, Request]]) -> None:
         """Serve one request after the other, while so many are to be in flight."""
-        while slot < self._wanted:
+        while client < self._wanted:
             await self._generate(*next(requests))
 
     async def _course(self, seconds: float) -> Course:
         begins, lengths, before = self._clock.now(), [], Counted.now()
         for number in range(1, round(seconds / BIN_S) + 1):
             await asyncio.sleep(begins + number * BIN_S - self._clock.now())
-            for slot in self._slots:
-                if slot.done():
-                    slot.result()
+            for client in self._clients:
+                if client.done():
+                    client.result()
             lengths.append(max((counts.draft_length for _, counts in read_counts()), default=0))
             if number * BIN_S == SETTLES_S:
                 before = Counted.now()

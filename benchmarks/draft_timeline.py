@@ -8,9 +8,10 @@ activities only, which does not slow down the host.  A marker kernel before and 
 phase.  All times are medians over the iterations, in microseconds unless noted:
 
 * ``phase_us``: from the start of the first draft kernel to the end of the last; ``idle_share``: the share of this time
-  in which no kernel runs;
+  in which no kernel runs; ``kernels``: those of the middle phase;
 * ``iteration_us``: from the start of one draft phase to the start of the next; ``iteration_busy_us``: the time in it in
   which kernels run; ``iteration_gaps_us``: the longest gaps between kernels, with the kernels before and after;
+* ``verification_busy_us`` and ``verification_kernels``: likewise, of what runs between two draft phases;
 * ``host_us``: host time of an iteration without a profiler: the runner's two halves, ``propose``, which is part of the
   second half, and ``get_output``, which waits for the GPU;
 * ``host_functions_us``: the functions with the most own time on the host, under Python's profiler, which slows down all
@@ -133,12 +134,14 @@ def figures_of(events: list[Event], pairs: list[tuple[list[Event], list[Event]]]
     phases = [phase for _, phase in pairs]
     spans = [phase[-1].end - phase[0].start for phase in phases]
     working = [busy(phase) for phase in phases]
-    example = phases[len(phases) // 2]
+    middle = len(phases) // 2
+    example = phases[middle]
     iterations = [[event for event in events if a[0].start <= event.start < b[0].start] for a, b in pairs]
-    before = [*iterations[len(phases) // 2], example[0]]
-    kernels: dict[str, list[int]] = {}
-    for event in example:
-        kernels.setdefault(event.name[:NAME_LENGTH], []).append(event.end - event.start)
+    verifications = [
+        [event for event in iteration if event.start >= a[-1].end and MARKER not in event.name]
+        for (a, _), iteration in zip(pairs, iterations, strict=True)
+    ]
+    before = [*iterations[middle], example[0]]
     return {
         "iterations": len(phases),
         "iteration_busy_us": statistics.median(map(busy, iterations)) / 1e3,
@@ -155,10 +158,20 @@ def figures_of(events: list[Event], pairs: list[tuple[list[Event], list[Event]]]
             [round((b.start - a.end) / 1e3, 1), round((b.end - b.start) / 1e3, 1), b.name[:NAME_LENGTH]]
             for a, b in pairwise(example)
         ],
-        "kernels": {
-            name: {"count": len(times), "us": round(sum(times) / 1e3, 1)}
-            for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
-        },
+        "kernels": kernels_of(example),
+        "verification_busy_us": statistics.median(map(busy, verifications)) / 1e3,
+        "verification_kernels": kernels_of(verifications[middle]),
+    }
+
+
+def kernels_of(events: list[Event]) -> dict[str, dict[str, Any]]:
+    """How often each kernel runs and how long all its runs take, in microseconds; those that take most come first."""
+    times: dict[str, list[int]] = {}
+    for event in events:
+        times.setdefault(event.name[:NAME_LENGTH], []).append(event.end - event.start)
+    return {
+        name: {"count": len(each), "us": round(sum(each) / 1e3, 1)}
+        for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))
     }
 
 

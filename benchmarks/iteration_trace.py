@@ -40,7 +40,7 @@ def install() -> None:
     ) -> None:
         now = self._clock()
         accepted = " ".join(f"{kept}:{requests}" for (_, kept), requests in outcomes)
-        held = self._slots[counters.HELD] - 1
+        held = self._cells[counters.HELD] - 1
         _file().write(f"{1e6 * (now - last[0]):.0f},{decodes},{length},{prefilled},{self.length},{held},{accepted}\n")
         last[0] = now
         original(self, decodes, length, prefilled, outcomes)

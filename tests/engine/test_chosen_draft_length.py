@@ -205,13 +205,13 @@ def test_sampled_output_follows_the_target(case: str, monkeypatch: pytest.Monkey
 def test_other_numbers_are_tried() -> None:
     """Whatever an earlier engine of this process was to hold, and counted."""
     counters.share_folder()
-    slots = counters.DraftCounter.of_rank(0).slots
-    slots[counters.HELD], slots[counters.EAGER] = 1 + K, 10**9
+    cells = counters.DraftCounter.of_rank(0).cells
+    cells[counters.HELD], cells[counters.EAGER] = 1 + K, 10**9
     with engine("eagle_mrv2", k=K, options=AUTO) as llm, recorded_drafts(llm) as drafts:
         texts = [greedy(llm, PROMPTS[:1], 150) for _ in range(2)]
         assert texts[0] == texts[1]
         assert len({length for _, length, _ in drafts}) > 1
-        assert slots[counters.EAGER] < 10**9
+        assert cells[counters.EAGER] < 10**9
 
 
 @pytest.mark.smoke

@@ -432,12 +432,12 @@ def load_of(*max_tokens: int, concurrency: int | None = 2, fills: bool = False, 
 def test_an_engine_ends_with_its_requests(served: Live) -> None:
     engine, fake = served
     engine.measure(load_of(90, 90, 90, fills=True))
-    slots = engine._slots
+    clients = engine._clients
     assert fake.live
     for _ in range(2):
         engine.end()
         assert fake.dead
-        assert all(slot.cancelled() for slot in slots)
+        assert all(client.cancelled() for client in clients)
 
 
 def test_what_a_request_asks_for(served: Live) -> None:
@@ -656,11 +656,11 @@ def test_how_long_each_number_was_drafted(tmp_path: Path, monkeypatch: pytest.Mo
     """Since the round began, over all ranks."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     assert read_seconds_by_length() == []
-    ranks = [DraftCounter.of_rank(rank).slots for rank in (0, 1)]
+    ranks = [DraftCounter.of_rank(rank).cells for rank in (0, 1)]
     ranks[0][BY_LENGTH.start + 3] = 9_000_000
     before = Counted.now()
-    for slots in ranks:
-        slots[BY_LENGTH.start + 3] += 1_500_000
+    for cells in ranks:
+        cells[BY_LENGTH.start + 3] += 1_500_000
     assert before.since()["seconds_by_length"] == [0, 0, 0, 3, 0, 0, 0]
 
 

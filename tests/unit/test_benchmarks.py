@@ -328,6 +328,10 @@ def test_what_a_timeline_says() -> None:
     assert (found["phase_us"], found["busy_us"], found["idle_share"]) == (200.0, 180.0, 0.1)
     assert (found["iteration_us"], found["iteration_busy_us"]) == (1000.0, 682.0)
     assert found["kernels"] == {"draft": {"count": 2, "us": 180.0}, "beside": {"count": 1, "us": 10.0}}
+    assert (found["verification_busy_us"], found["verification_kernels"]) == (
+        500.0,
+        {"verify": {"count": 1, "us": 500.0}},
+    )
     assert found["largest_gaps_us"] == [40.0, -30.0]
     assert found["iteration_gaps_us"][:2] == [
         (219.0, "spin_kernel(long)", "verify"),

@@ -38,10 +38,10 @@ def phases(rank: int) -> dict[str, int]:
 def test_counts_of_each_rank() -> None:
     first, second = DraftCounter.of_rank(0), DraftCounter.of_rank(10)
     assert first.shared
-    first.slots[counters.ONE_GRAPH] += 2
-    first.slots[counters.EAGER] += 1
-    first.slots[counters.DRAFT_LENGTH] = 2
-    second.slots[counters.PREFILL_ONLY] += 1
+    first.cells[counters.ONE_GRAPH] += 2
+    first.cells[counters.EAGER] += 1
+    first.cells[counters.DRAFT_LENGTH] = 2
+    second.cells[counters.PREFILL_ONLY] += 1
     assert [rank for rank, _ in read_counts()] == [0, 10]
     assert phases(0) == {"one_graph": 2, "eager": 1}
     assert phases(10) == {"prefill_only": 1}
@@ -51,29 +51,29 @@ def test_counts_of_each_rank() -> None:
 
 
 def test_what_the_scheduler_counts() -> None:
-    slots = DraftCounter.of_rank(3).slots
-    slots[counters.CHANGES], slots[counters.TOKENS], slots[counters.EXPECTED_MILLITOKENS] = 7, 11, 10_250
-    slots[counters.MICROSECONDS], slots[counters.EXPECTED_MICROSECONDS] = 2_000_000, 500
+    cells = DraftCounter.of_rank(3).cells
+    cells[counters.CHANGES], cells[counters.TOKENS], cells[counters.EXPECTED_MILLITOKENS] = 7, 11, 10_250
+    cells[counters.MICROSECONDS], cells[counters.EXPECTED_MICROSECONDS] = 2_000_000, 500
     counts = dict(read_counts())[3]
     assert (counts.changes, counts.tokens, counts.expected_tokens) == (7, 11, 10.25)
     assert (counts.seconds, counts.expected_seconds) == (2.0, 0.0005)
     assert counts.seconds_by_length == 7 * (0.0,)
-    slots[counters.BY_LENGTH.start + 2] += 1_500_000
+    cells[counters.BY_LENGTH.start + 2] += 1_500_000
     assert dict(read_counts())[3].seconds_by_length[:4] == (0.0, 0.0, 1.5, 0.0)
 
 
 def test_a_number_is_held_for_all_ranks() -> None:
-    held = [DraftCounter.of_rank(rank).slots for rank in (0, 1)]
+    held = [DraftCounter.of_rank(rank).cells for rank in (0, 1)]
     for length in (0, 5, None):
         hold(length)
-        assert [slots[counters.HELD] for slots in held] == 2 * [0 if length is None else 1 + length]
+        assert [cells[counters.HELD] for cells in held] == 2 * [0 if length is None else 1 + length]
 
 
 def test_children_count_into_the_same_folder() -> None:
     worker = (
         "from vllm_eagle_mrv2.telemetry import counters\n"
         "counters.share_folder()\n"  # as an API server beside others does
-        "counters.DraftCounter.of_rank(1).slots[counters.FUSED] += 1"
+        "counters.DraftCounter.of_rank(1).cells[counters.FUSED] += 1"
     )
     subprocess.run([sys.executable, "-c", worker], check=True)
     assert phases(1) == {"fused": 1}
@@ -128,7 +128,7 @@ def test_without_a_front_end_here(where: str | None, folder: Path, monkeypatch: 
     else:
         monkeypatch.setenv(FOLDER_VARIABLE, str(folder / where))
     counter = DraftCounter.of_rank(0)
-    counter.slots[counters.FUSED] += 1
+    counter.cells[counters.FUSED] += 1
     assert not counter.shared
     assert list(read_counts()) == []
 

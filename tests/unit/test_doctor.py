@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from vllm_eagle_mrv2 import __version__, releases
 from vllm_eagle_mrv2.cli import app
+from vllm_eagle_mrv2.cli.common.installed import PLUGIN_GROUP
 from vllm_eagle_mrv2.cli.doctor.recorded import SURFACES, recorded
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.errors import EagleMRV2Error
@@ -112,8 +113,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
             }
         )
         monkeypatch.setattr(releases, "all_releases", lambda: [theirs])
-        entries = [SimpleNamespace(name="eagle_mrv2")] if plugin else []
-        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+        plugins = [SimpleNamespace(name="eagle_mrv2")] if plugin else []
+        real = importlib.metadata.entry_points
+
+        def entry_points(**of: str) -> Any:  # torch and triton ask for theirs when they are imported
+            return plugins if of == {"group": PLUGIN_GROUP} else real(**of)
+
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
 

@@ -790,7 +790,7 @@ def test_times_of_a_real_engine_are_found() -> None:
     found = {(decodes, length): plain_of(chooser._times[group_of(decodes)])[length] for decodes, length in alone()}
     assert {kind for kind in found if kind[0] in (1, 4, 16)} == set(itertools.product((1, 4, 16), LENGTHS))
     assert found == pytest.approx(alone(), rel=0.05)
-    came, expected = (counter.slots[slot] / 1e6 for slot in (counters.MICROSECONDS, counters.EXPECTED_MICROSECONDS))
+    came, expected = (counter.cells[cell] / 1e6 for cell in (counters.MICROSECONDS, counters.EXPECTED_MICROSECONDS))
     assert came > 0.95 * now
     assert expected == pytest.approx(came, rel=0.05)
 
@@ -804,12 +804,12 @@ class Steps:
     def __init__(self, lengths: tuple[int, ...] = LENGTHS, graph_times: Sequence[GraphTime] = ()) -> None:
         self.now = 100.0
         counter = DraftCounter()
-        self.slots = counter.slots
+        self.cells = counter.cells
         self.chooser = DraftLength(lengths, CAPTURED, lambda: self.now, counter, graph_times)
 
     @property
     def changes(self) -> int:
-        return self.slots[counters.CHANGES]
+        return self.cells[counters.CHANGES]
 
     def step(self, decodes: int, length: int, seconds: float = 0.01, prefilled: int = 0, kept: int = 1) -> None:
         self.now += seconds
@@ -829,12 +829,12 @@ class Steps:
         """Have nothing wait for what the iteration after it prefills, and no seconds counted."""
         self.step(16, 1, 0.011)
         self.step(0, 1)
-        self.slots[counters.MICROSECONDS] = 0
+        self.cells[counters.MICROSECONDS] = 0
 
     def timed(self) -> int:
         """Microseconds counted since."""
         self.step(0, 1)
-        return self.slots[counters.MICROSECONDS]
+        return self.cells[counters.MICROSECONDS]
 
 
 def rates(chooser: DraftLength, requests: int) -> dict[int, float]:
@@ -1203,16 +1203,16 @@ def test_what_came_is_counted_beside_what_was_expected() -> None:
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
     assert steps.chooser.choose(16) == 1
     steps.settle()
-    before = list(steps.slots)
+    before = list(steps.cells)
     steps.step(16, 1, 0.0123)
     assert steps.timed() == 12_300
-    counted = [now - then for now, then in zip(steps.slots, before, strict=True)]
+    counted = [now - then for now, then in zip(steps.cells, before, strict=True)]
     assert counted[counters.EXPECTED_MICROSECONDS] == pytest.approx(11_000, rel=0.02)
     assert counted[counters.TOKENS] == 32
     assert counted[counters.EXPECTED_MILLITOKENS] == pytest.approx(32_000, rel=0.01)
     steps.step(16, 1, 0.0113, kept=-1)  # nothing was sampled
     steps.timed()
-    assert steps.slots[counters.TOKENS] - before[counters.TOKENS] == 32 + 16
+    assert steps.cells[counters.TOKENS] - before[counters.TOKENS] == 32 + 16
 
 
 def test_tokens_and_seconds_are_counted_of_the_same_iterations() -> None:
@@ -1222,18 +1222,18 @@ def test_tokens_and_seconds_are_counted_of_the_same_iterations() -> None:
         requests = draw.randint(1, 60)
         length = steps.chooser.choose(requests)
         steps.step(requests, length, 1e-3 * requests * (1 + length), kept=length)
-    assert steps.slots[counters.TOKENS] > 100
-    assert steps.slots[counters.MICROSECONDS] == pytest.approx(1000 * steps.slots[counters.TOKENS], rel=1e-3)
+    assert steps.cells[counters.TOKENS] > 100
+    assert steps.cells[counters.MICROSECONDS] == pytest.approx(1000 * steps.cells[counters.TOKENS], rel=1e-3)
 
 
 def test_the_seconds_of_each_number_are_counted() -> None:
     """Also while one is held."""
     steps = Steps()
     for held, length in ((0, 3), (0, 5), (1 + 5, 5), (0, 4)):
-        steps.slots[counters.HELD] = held
+        steps.cells[counters.HELD] = held
         steps.step(16, length, 0.02)
     steps.step(0, 3)
-    assert list(steps.slots[counters.BY_LENGTH]) == [0, 0, 0, 20_000, 40_000, 0, 0]
+    assert list(steps.cells[counters.BY_LENGTH]) == [0, 0, 0, 20_000, 40_000, 0, 0]
 
 
 def test_times_that_nobody_expected_are_not_counted() -> None:
@@ -1241,26 +1241,26 @@ def test_times_that_nobody_expected_are_not_counted() -> None:
     for _ in range(2):  # the second waits for what the one after it prefills
         steps.chooser.choose(16)
         steps.step(16, 3)
-    assert not steps.slots[counters.MICROSECONDS]
-    assert not steps.slots[counters.EXPECTED_MICROSECONDS]
+    assert not steps.cells[counters.MICROSECONDS]
+    assert not steps.cells[counters.EXPECTED_MICROSECONDS]
     steps.step(16, 3)
-    assert steps.slots[counters.MICROSECONDS]
+    assert steps.cells[counters.MICROSECONDS]
 
 
 def test_a_number_may_be_held() -> None:
     """And nothing is learned meanwhile."""
     steps = Steps()
     steps.run(16, 400, lambda length: 0.01 + 0.001 * length)
-    steps.slots[counters.HELD] = 1 + 5
+    steps.cells[counters.HELD] = 1 + 5
     steps.step(0, 1)
     before = rates(steps.chooser, 16)
     assert Counter(steps.chooser.choose(16) for _ in range(9)) == {5: 9}
     for _ in range(400):
         steps.step(16, 5, 0.001)
     assert rates(steps.chooser, 16) == before
-    steps.slots[counters.HELD] = 1 + 4  # has no graphs
+    steps.cells[counters.HELD] = 1 + 4  # has no graphs
     assert steps.chooser.choose(16) == 1
-    steps.slots[counters.HELD] = 0
+    steps.cells[counters.HELD] = 0
     assert steps.chooser.choose(16) == 1
     for _ in range(3):
         steps.step(16, 1, 0.005)

@@ -295,12 +295,12 @@ def test_graphs_begin_with_what_the_target_left(target: Any, changed: dict[str, 
 
 
 def test_captures_find_no_batch_and_leave_none() -> None:
-    """A warm-up takes the next slot: one of a batch long gone would send it to memory that is others' by now."""
+    """A warm-up takes the next entry: one of a batch long gone would send it to memory that is others' by now."""
     graphs = [Descriptor(FULL, 2), Descriptor(FULL, 1)]
     fill_inputs: list[Any] = []
 
     def capture_fresh(phase: Any, make_inputs: Any, title: str, held: Any) -> None:
-        assert not queue.slots.any()
+        assert not queue.entries.any()
         assert not queue.taken
         assert drafter.adapter.capturing
         fill_inputs.extend(held(graph)["fills_inputs"] for graph in graphs)
@@ -315,7 +315,7 @@ def test_captures_find_no_batch_and_leave_none() -> None:
     )
     drafter.adapter.refreshes_in_graph = True
     queue = drafter.loop.queue
-    queue.slots.fill_(7)
+    queue.entries.fill_(7)
     queue.taken += 1
     drafter.loop.phase_graphs = before = PhaseGraphs(drafter.adapter)
     drafter.graphs.capture()

@@ -66,8 +66,8 @@ def test_what_is_shown(several_api_servers: bool, monkeypatch: pytest.MonkeyPatc
     assert not ours(prometheus.get_prometheus_registry()), "a stock server's"
     offer(CONFIG, Settings("eagle", Options()))
     offer(CONFIG, Settings("eagle3", Options()))  # another engine
-    counter.slots[counters.FUSED] += 2
-    counter.slots[counters.DRAFT_LENGTH] = 2
+    counter.cells[counters.FUSED] += 2
+    counter.cells[counters.DRAFT_LENGTH] = 2
     labels = 'engine="0",model_name="demo"'
     counts = {path: float(2 * (path == "fused")) for path in counters.PATHS}
     assert ours(prometheus.get_prometheus_registry()) == {
@@ -90,10 +90,10 @@ def test_a_chosen_number_is_shown_beside_what_was_expected() -> None:
         parallel_config=SimpleNamespace(data_parallel_size=2, pipeline_parallel_size=1, tensor_parallel_size=1),
     )
     offer(config, settings)
-    slots = DraftCounter.of_rank(0).slots
-    slots[counters.CHANGES], slots[counters.TOKENS], slots[counters.EXPECTED_MILLITOKENS] = 4, 9, 8500
-    slots[counters.MICROSECONDS], slots[counters.EXPECTED_MICROSECONDS] = 1_500_000, 1_250_000
-    slots[counters.BY_LENGTH.start + 3] = 1_500_000
+    cells = DraftCounter.of_rank(0).cells
+    cells[counters.CHANGES], cells[counters.TOKENS], cells[counters.EXPECTED_MILLITOKENS] = 4, 9, 8500
+    cells[counters.MICROSECONDS], cells[counters.EXPECTED_MICROSECONDS] = 1_500_000, 1_250_000
+    cells[counters.BY_LENGTH.start + 3] = 1_500_000
     shown = ours(prometheus.get_prometheus_registry())
     assert {line for line in shown if "draft_length_seconds_total" in line} == {
         f'vllm_eagle_mrv2_draft_length_seconds_total{{draft_length="{length}",engine="0",model_name="demo"}} {seconds}'
@@ -102,7 +102,7 @@ def test_a_chosen_number_is_shown_beside_what_was_expected() -> None:
     assert shown > of_a_choice(changes=4.0, seconds=(1.5, 1.25), tokens=(9.0, 8.5))
     assert any(line.startswith('vllm_eagle_mrv2_info{draft_length="auto"') for line in shown)
     assert not [line for line in shown if "phases_total" in line or "draft_length{" in line], "its worker is elsewhere"
-    slots[counters.ONE_GRAPH] = 1
+    cells[counters.ONE_GRAPH] = 1
     assert 'vllm_eagle_mrv2_draft_length{engine="0",model_name="demo"} 0.0' in ours(
         prometheus.get_prometheus_registry()
     )

@@ -175,10 +175,10 @@ def test_made_up_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     counter = ours.drafter.loop.counter = DraftCounter()
 
     def warmup_kernels(runner: Any, execute: str) -> None:
-        counter.slots[EAGER], counter.slots[DRAFT_LENGTH] = 1, 3
+        counter.cells[EAGER], counter.cells[DRAFT_LENGTH] = 1, 3
 
     model_runner.warm_up_forgotten(warmup_kernels)(Runner(ours, target_graphs=True), "execute")
-    assert not any(counter.slots)
+    assert not any(counter.cells)
 
 
 def test_a_draft_whose_target_has_no_graphs() -> None:

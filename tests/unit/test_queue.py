@@ -45,7 +45,7 @@ def without_requests(buffers: DraftBuffers) -> DraftBuffers:
 
 
 def test_every_replay_takes_the_next_batch() -> None:
-    """The adapter is three batches ahead, and goes round the slots several times."""
+    """The adapter is three batches ahead, and goes round the entries several times."""
     queue, waiting = queue_of(depth=4), []
     for seed in range(0, 30, 2):
         waiting.append(target_batch([1 + seed % 4] * (1 + seed % 7), seed=seed))
@@ -92,7 +92,7 @@ def test_what_came_before_a_capture_is_forgotten() -> None:
         take(queue)
     queue.clear()
     assert int(queue.taken) == int(queue.seen) == 0
-    assert not queue.slots.any()
+    assert not queue.entries.any()
     queue.put(after)
     assert take(queue).live_reqs == 2
 

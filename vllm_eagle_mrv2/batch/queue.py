@@ -26,14 +26,14 @@ _TENSORS = {
     "top_k": torch.int32,
     "top_p": torch.float32,
 }
-"""Tensors of a `DraftBatch` with the dtypes that the kernel reads; a slot holds their addresses in this order."""
+"""Tensors of a `DraftBatch` with the dtypes that the kernel reads; an entry holds their addresses in this order."""
 _FILTERS = 2  # the last two tensors, present only where drafts honour top-k and top-p
 _WIDTHS = {torch.int32: 1, torch.int64: 2}  # of an idx_mapping element, in int32 words
 FIELDS = 16
-"""int64 fields of a slot: number of requests, index width, addresses, zeros; a power of two for one vector load."""
+"""int64 fields of an entry: number of requests, index width, addresses, zeros; a power of two for one vector load."""
 NUM_REQS, INDEX_WIDTH = 0, 1
-"""Field numbers of these two values in a slot."""
-_SLOT = struct.Struct(f"={FIELDS}q")
+"""Field numbers of these two values in an entry."""
+_ENTRY = struct.Struct(f"={FIELDS}q")
 _EMPTY = (0,) * FIELDS
 _PATIENCE_S = 300  # longer than the ranks of an engine wait for each other while one of them compiles
 
@@ -47,15 +47,15 @@ class BatchQueue:
     """Ring buffer in which the CPU leaves each batch for its draft phase.
 
     A CUDA graph holds fixed addresses, but some of a batch's tensors are new in every iteration.  The CPU therefore
-    writes the addresses of a batch's tensors into the next of ``depth`` slots before it launches the graph, and each
-    replay takes the next slot.  A single launch fetches the inputs and drafts, without a copy by the CPU and without
+    writes the addresses of a batch's tensors into the next of ``depth`` entries before it launches the graph, and each
+    replay takes the next entry.  A single launch fetches the inputs and drafts, without a copy by the CPU and without
     new graph parameters.  vLLM passes its own request states in the same way (UVA); this queue also has room for the
     batches that the CPU is ahead by.  Draft phases without a graph take their batches from it too.
 
     Attributes:
-        slots: [depth, FIELDS] int64 in pinned host memory; an all-zero slot is a batch without requests.
-        slot: [FIELDS] int64 on the device: the slot taken by the current phase.
-        taken: [] int64 on the device: number of slots taken.
+        entries: [depth, FIELDS] int64 in pinned host memory; an all-zero entry is a batch without requests.
+        entry: [FIELDS] int64 on the device: the entry taken by the current phase.
+        taken: [] int64 on the device: number of entries taken.
         seen: [] int64 in pinned host memory: the same number, for the CPU to read.
     """
 
@@ -68,9 +68,9 @@ class BatchQueue:
             depth: maximum number of waiting batches.
         """
         pinned = device.type == "cuda"
-        self.slots = torch.zeros(depth, FIELDS, dtype=torch.int64, pin_memory=pinned)
+        self.entries = torch.zeros(depth, FIELDS, dtype=torch.int64, pin_memory=pinned)
         self.seen = torch.zeros((), dtype=torch.int64, pin_memory=pinned)
-        self.slot = torch.zeros(FIELDS, dtype=torch.int64, device=device)
+        self.entry = torch.zeros(FIELDS, dtype=torch.int64, device=device)
         self.taken = torch.zeros((), dtype=torch.int64, device=device)
         names = list(_TENSORS) if filters else list(_TENSORS)[:-_FILTERS]
         self._tensors = operator.attrgetter(*names)
@@ -79,11 +79,11 @@ class BatchQueue:
         self._written = 0
         self._depth = depth
         # NumPy views of the same memory: accessing an element of a tensor takes the CPU a microsecond.
-        self._bytes = self.slots.numpy().data.cast("B")
+        self._bytes = self.entries.numpy().data.cast("B")
         self._seen = self.seen.view(1).numpy()
 
     def put(self, batch: DraftBatch) -> None:
-        """Queue a batch for the next draft phase; waits while all slots hold batches that the GPU has not taken yet.
+        """Queue a batch for the next draft phase; waits while all entries hold batches that the GPU has not taken yet.
 
         The batch's tensors must stay alive until that phase is launched, on the stream that uses them.  A dummy batch
         refers to states of live requests, which it must not change, so it is queued as a batch without requests.
@@ -95,7 +95,7 @@ class BatchQueue:
         if self._written - int(self._seen[0]) >= depth:
             self._wait()
         fields = _EMPTY if batch.dummy_run else self._fields(batch)
-        _SLOT.pack_into(self._bytes, self._written % depth * _SLOT.size, *fields)
+        _ENTRY.pack_into(self._bytes, self._written % depth * _ENTRY.size, *fields)
         self._written += 1
 
     def _wait(self) -> None:
@@ -127,10 +127,10 @@ class BatchQueue:
         )
 
     def clear(self) -> None:
-        """Reset the queue, including the count of slots that warm-up passes before a capture took without a batch."""
+        """Reset the queue, including the count of entries that warm-up passes before a capture took without a batch."""
         if self.taken.is_cuda:
             torch.cuda.synchronize(self.taken.device)
         self.taken.zero_()
         self.seen.zero_()
-        self.slots.zero_()
+        self.entries.zero_()
         self._written = 0

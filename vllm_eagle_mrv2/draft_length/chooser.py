@@ -123,7 +123,7 @@ class DraftLength:
         lengths: the numbers to choose from, ascending; the first is 0, the last the maximum.
         captured: the most tokens of an iteration that a CUDA graph holds.
         clock: returns seconds.
-        counter: counts what was expected beside what came; its `HELD` slot may hold a number.
+        counter: counts what was expected beside what came; its `HELD` cell may hold a number.
         graph_times: what the graphs of iterations take, for some numbers of requests and each of ``lengths``.
     """
 
@@ -141,7 +141,7 @@ class DraftLength:
         self.length = max(length for length in lengths if length <= _FIRST)
         """The number that the latest iteration drafts."""
         self._clock = clock
-        self._slots = (counter or DraftCounter()).slots
+        self._cells = (counter or DraftCounter()).cells
         self._in_force: dict[int, int] = {}  # by group
         self._times = dict(_by_graphs(lengths, graph_times))
         self._workload = Workload()
@@ -162,7 +162,7 @@ class DraftLength:
             requests: that will verify these drafts.
         """
         self._scheduled = self._clock()
-        held = self._slots[counters.HELD] - 1
+        held = self._cells[counters.HELD] - 1
         if held in self.lengths:
             self.length = held
             return held
@@ -204,7 +204,7 @@ class DraftLength:
         if not decodes or length not in self.lengths or not timed:
             return
         self._count(counters.BY_LENGTH.start + self.lengths.index(length), 1e6 * seconds)
-        if self._slots[counters.HELD]:
+        if self._cells[counters.HELD]:
             return
         iteration = Iteration(decodes, length, extra, seconds)
         made = Made(
@@ -234,8 +234,8 @@ class DraftLength:
         if not self._compare(group, gains):
             self._begin_trial(group, gains)
 
-    def _count(self, slot: int, number: float) -> None:
-        self._slots[slot] += round(number)
+    def _count(self, cell: int, number: float) -> None:
+        self._cells[cell] += round(number)
 
     def _expected(self, group: int, times: Times) -> tuple[Vector, Vector]:
         """Return, by number of drafts, what iterations are expected to make and what they consist of.
@@ -325,7 +325,7 @@ class DraftLength:
         if not gains[best].pays:
             return False
         in_force, self._in_force[group] = self._in_force[group], best
-        self._slots[counters.CHANGES] += 1
+        self._cells[counters.CHANGES] += 1
         logger.debug(
             "eagle_mrv2 drafts %d tokens instead of %d for about %d requests", best, in_force, requests_of(group)
         )

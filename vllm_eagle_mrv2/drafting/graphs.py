@@ -218,7 +218,7 @@ class DraftGraphs:
                 seconds = seconds_of(target, draft, descriptor)
                 found.append(GraphTime(descriptor.num_reqs, (descriptor.uniform_token_count or 1) - 1, seconds))
         finally:
-            self.loop.queue.clear()  # each replay has taken a slot
+            self.loop.queue.clear()  # each replay has taken an entry
             self.adapter.capturing = False
         return found
 

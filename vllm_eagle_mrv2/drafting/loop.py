@@ -136,9 +136,9 @@ class DraftLoop:
                 self._run_prefill(batch)
                 path = self._run_decodes(batch) if batch.num_draft_tokens > 1 else counters.PREFILL_ONLY
         if not batch.dummy_run:
-            slots = self.counter.slots
-            slots[path] += 1
-            slots[counters.DRAFT_LENGTH] = batch.num_draft_tokens
+            cells = self.counter.cells
+            cells[path] += 1
+            cells[counters.DRAFT_LENGTH] = batch.num_draft_tokens
         drafts = self._drafts[batch.num_reqs]
         if batch.erases:
             with torch.inference_mode():

@@ -11,7 +11,7 @@ from vllm_eagle_mrv2.kernels.launching import launch
 
 _BLOCK = 1024
 
-# Field numbers in a slot of the queue.
+# Field numbers in an entry of the queue.
 _NUM_REQS = tl.constexpr(NUM_REQS)
 _INDEX_WIDTH = tl.constexpr(INDEX_WIDTH)
 _IDX_MAPPING = tl.constexpr(place_of("idx_mapping"))
@@ -30,25 +30,25 @@ _TOP_P = tl.constexpr(place_of("top_p"))
 
 
 @triton.jit
-def _take_slot_kernel(slots_ptr, taken_ptr, seen_ptr, slot_ptr, depth, FIELDS: tl.constexpr):
+def _take_entry_kernel(entries_ptr, taken_ptr, seen_ptr, entry_ptr, depth, FIELDS: tl.constexpr):
     each = tl.arange(0, FIELDS)
     taken = tl.load(taken_ptr)
-    # Volatile, to bypass the caches: the CPU has just written the slot.
-    tl.store(slot_ptr + each, tl.load(slots_ptr + taken % depth * FIELDS + each, volatile=True))
-    tl.debug_barrier()  # the CPU may overwrite the slot from here on
+    # Volatile, to bypass the caches: the CPU has just written the entry.
+    tl.store(entry_ptr + each, tl.load(entries_ptr + taken % depth * FIELDS + each, volatile=True))
+    tl.debug_barrier()  # the CPU may overwrite the entry from here on
     tl.store(taken_ptr, taken + 1)
     tl.store(seen_ptr, taken + 1)
 
 
 @triton.jit
-def _address(slot_ptr, number: tl.constexpr, dtype: tl.constexpr):
-    return tl.load(slot_ptr + number).to(tl.pointer_type(dtype))
+def _address(entry_ptr, number: tl.constexpr, dtype: tl.constexpr):
+    return tl.load(entry_ptr + number).to(tl.pointer_type(dtype))
 
 
 # Specialized variants (1, multiples of 16) would be compiled for nothing.
 @triton.jit(do_not_specialize=["max_num_reqs"])
 def _prefill_inputs_kernel(
-    slot_ptr,
+    entry_ptr,
     input_ids_ptr,
     positions_ptr,
     query_start_loc_ptr,
@@ -69,12 +69,12 @@ def _prefill_inputs_kernel(
 ):
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    num_reqs = tl.load(slot_ptr + _NUM_REQS).to(tl.int32)
+    num_reqs = tl.load(entry_ptr + _NUM_REQS).to(tl.int32)
     if row > num_reqs:
         return
-    target_query_start_loc_ptr = _address(slot_ptr, _QUERY_START_LOC, tl.int32)
+    target_query_start_loc_ptr = _address(entry_ptr, _QUERY_START_LOC, tl.int32)
     if row == num_reqs:
-        # Padding, which a replayed graph reads beyond the live requests.  An empty slot has no addresses.
+        # Padding, which a replayed graph reads beyond the live requests.  An empty entry has no addresses.
         end = tl.load(target_query_start_loc_ptr + num_reqs, mask=num_reqs > 0, other=0)
         for first in range(num_reqs, max_num_reqs + 1, BLOCK):
             padded = first + lanes
@@ -89,16 +89,16 @@ def _prefill_inputs_kernel(
         return
 
     start = tl.load(target_query_start_loc_ptr + row)
-    num_rejected = tl.load(_address(slot_ptr, _NUM_REJECTED, tl.int32) + row)
+    num_rejected = tl.load(_address(entry_ptr, _NUM_REJECTED, tl.int32) + row)
     tl.store(num_rejected_ptr + row, num_rejected)
     tl.store(draft_step_ptr + row, 0)
     length = tl.load(target_query_start_loc_ptr + row + 1) - start - num_rejected
     tl.store(query_start_loc_ptr + row, start)
-    tl.store(seq_lens_ptr + row, tl.load(_address(slot_ptr, _SEQ_LENS, tl.int32) + row))
+    tl.store(seq_lens_ptr + row, tl.load(_address(entry_ptr, _SEQ_LENS, tl.int32) + row))
 
     # Tokens move one place to the left; the last place takes the token that follows.
-    target_input_ids_ptr = _address(slot_ptr, _INPUT_IDS, tl.int32)
-    target_positions_ptr = _address(slot_ptr, _POSITIONS, tl.int64)
+    target_input_ids_ptr = _address(entry_ptr, _INPUT_IDS, tl.int32)
+    target_positions_ptr = _address(entry_ptr, _POSITIONS, tl.int64)
     for offset in range(0, length, BLOCK):
         token = offset + lanes
         inside = token < length
@@ -107,21 +107,21 @@ def _prefill_inputs_kernel(
         tl.store(positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside)
     last = start + length - 1
     # Of an int64 index this reads the low half.
-    state = tl.load(_address(slot_ptr, _IDX_MAPPING, tl.int32) + row * tl.load(slot_ptr + _INDEX_WIDTH)).to(tl.int64)
+    state = tl.load(_address(entry_ptr, _IDX_MAPPING, tl.int32) + row * tl.load(entry_ptr + _INDEX_WIDTH)).to(tl.int64)
     # A request in the middle of its prompt sampled nothing: its next prompt token follows.
-    if tl.load(_address(slot_ptr, _NUM_SAMPLED, tl.int32) + row) > 0:
-        tl.store(input_ids_ptr + last, tl.load(_address(slot_ptr, _LAST_SAMPLED, tl.int64) + state).to(tl.int32))
+    if tl.load(_address(entry_ptr, _NUM_SAMPLED, tl.int32) + row) > 0:
+        tl.store(input_ids_ptr + last, tl.load(_address(entry_ptr, _LAST_SAMPLED, tl.int64) + state).to(tl.int32))
     else:
-        tl.store(input_ids_ptr + last, tl.load(_address(slot_ptr, _NEXT_PREFILL_TOKENS, tl.int32) + state))
+        tl.store(input_ids_ptr + last, tl.load(_address(entry_ptr, _NEXT_PREFILL_TOKENS, tl.int32) + state))
     tl.store(last_token_indices_ptr + row, last)
     tl.store(sample_positions_ptr + row, tl.load(target_positions_ptr + last) + SAMPLE_OFFSET)
 
     tl.store(idx_mapping_ptr + row, state)
-    tl.store(temperature_ptr + state, tl.load(_address(slot_ptr, _TEMPERATURE, tl.float32) + state))
-    tl.store(seeds_ptr + state, tl.load(_address(slot_ptr, _SEEDS, tl.int64) + state))
-    if tl.load(slot_ptr + _TOP_K) != 0:  # drafts honour top-k and top-p
-        tl.store(top_k_ptr + state, tl.load(_address(slot_ptr, _TOP_K, tl.int32) + state))
-        tl.store(top_p_ptr + state, tl.load(_address(slot_ptr, _TOP_P, tl.float32) + state))
+    tl.store(temperature_ptr + state, tl.load(_address(entry_ptr, _TEMPERATURE, tl.float32) + state))
+    tl.store(seeds_ptr + state, tl.load(_address(entry_ptr, _SEEDS, tl.int64) + state))
+    if tl.load(entry_ptr + _TOP_K) != 0:  # drafts honour top-k and top-p
+        tl.store(top_k_ptr + state, tl.load(_address(entry_ptr, _TOP_K, tl.int32) + state))
+        tl.store(top_p_ptr + state, tl.load(_address(entry_ptr, _TOP_P, tl.float32) + state))
 
 
 def prepare_prefill_inputs(buffers: DraftBuffers, queue: BatchQueue, num_rows: int, *, sample_offset: int = 0) -> None:
@@ -134,19 +134,19 @@ def prepare_prefill_inputs(buffers: DraftBuffers, queue: BatchQueue, num_rows: i
     ``idx_mapping`` is -1, so a padded row of a replayed graph touches no request.  ``num_rejected`` and ``live_reqs``
     are stored for the draft decodes, because a graph that contains them takes no arguments.
 
-    One warp fetches the slot over the bus.  When each program fetched it, two programs took 9.4 us on an H200.
+    One warp fetches the entry over the bus.  When each program fetched it, two programs took 9.4 us on an H200.
 
     Args:
         buffers: the draft's buffers, written.
-        queue: its next slot is taken, on the device; an empty slot is a batch without requests.
+        queue: its next entry is taken, on the device; an empty entry is a batch without requests.
         num_rows: the maximum number of requests of the batch.
         sample_offset: what this release's sampler adds to a position to key its random numbers (0 or 1).
     """
-    launch(_take_slot_kernel, (1,))(
-        queue.slots, queue.taken, queue.seen, queue.slot, len(queue.slots), FIELDS=FIELDS, num_warps=1
+    launch(_take_entry_kernel, (1,))(
+        queue.entries, queue.taken, queue.seen, queue.entry, len(queue.entries), FIELDS=FIELDS, num_warps=1
     )
     launch(_prefill_inputs_kernel, (num_rows + 1,))(
-        queue.slot,
+        queue.entry,
         buffers.input_ids,
         buffers.positions,
         buffers.query_start_loc,

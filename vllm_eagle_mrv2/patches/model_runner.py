@@ -85,7 +85,7 @@ def draft_placeholders(req_states: Any, draft_logits: torch.Tensor | None) -> No
     """Have the draft logits of a new request say that its draft is token 0, for sure.
 
     From 0.25 on vLLM pads a request that begins with one token to compute.  Below 0.31 these placeholders are verified
-    as drafts of token 0, by the logits that the slot's last request left.
+    as drafts of token 0, by the logits that the row's last request left.
 
     Args:
         req_states: the runner's states.

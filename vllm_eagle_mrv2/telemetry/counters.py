@@ -36,9 +36,9 @@ ONE_GRAPH, FUSED, BY_STEPS, EAGER, PREFILL_ONLY = range(len(PATHS))  # plain int
 DRAFT_LENGTH, CHANGES, MICROSECONDS, EXPECTED_MICROSECONDS, TOKENS, EXPECTED_MILLITOKENS, HELD = range(
     len(PATHS), len(PATHS) + 7
 )
-"""Slots after those of the paths.  HELD is 0, or 1 + the number of draft tokens that `hold` asked for."""
+"""Cells after those of the paths.  HELD is 0, or 1 + the number of draft tokens that `hold` asked for."""
 BY_LENGTH = slice(HELD + 1, HELD + 1 + len(LENGTHS) + 1)
-"""Slots for the microseconds of iterations by number of drafts, for each number to choose from."""
+"""Cells for the microseconds of iterations by number of drafts, for each number to choose from."""
 
 _FORMAT = struct.Struct(f"={BY_LENGTH.stop}q")
 
@@ -62,17 +62,17 @@ class DraftCounter:
     """What a data-parallel rank counts.
 
     Args:
-        slots: the numbers to count in; with None the counts are private to the process.
+        cells: the numbers to count in; with None the counts are private to the process.
 
     Attributes:
-        slots: the number of phases by path, and at `DRAFT_LENGTH` the draft tokens per request in the latest batch;
+        cells: the number of phases by path, and at `DRAFT_LENGTH` the draft tokens per request in the latest batch;
             those after it belong to the scheduler.
     """
 
-    def __init__(self, slots: list[int] | memoryview[int] | None = None) -> None:
-        self.shared = slots is not None
+    def __init__(self, cells: list[int] | memoryview[int] | None = None) -> None:
+        self.shared = cells is not None
         """Whether a front-end can read the counts."""
-        self.slots = [0] * BY_LENGTH.stop if slots is None else slots
+        self.cells = [0] * BY_LENGTH.stop if cells is None else cells
 
     @classmethod
     def of_rank(cls, rank: int) -> DraftCounter:
@@ -84,8 +84,8 @@ class DraftCounter:
 
     def clear(self) -> None:
         """Reset all counts to zero."""
-        for slot in range(len(self.slots)):
-            self.slots[slot] = 0
+        for cell in range(len(self.cells)):
+            self.cells[cell] = 0
 
 
 def share_folder() -> None:
@@ -105,16 +105,16 @@ def read_counts() -> Iterator[tuple[int, Counts]]:
     for file in sorted(_shared().glob("*"), key=lambda file: int(file.name)):
         read = file.read_bytes()
         if len(read) == _FORMAT.size:  # otherwise it is being created
-            slots = _FORMAT.unpack(read)
+            cells = _FORMAT.unpack(read)
             counts = Counts(
-                phases=dict(zip(PATHS, slots, strict=False)),
-                draft_length=slots[DRAFT_LENGTH],
-                changes=slots[CHANGES],
-                seconds=slots[MICROSECONDS] / 1e6,
-                expected_seconds=slots[EXPECTED_MICROSECONDS] / 1e6,
-                tokens=slots[TOKENS],
-                expected_tokens=slots[EXPECTED_MILLITOKENS] / 1e3,
-                seconds_by_length=tuple(microseconds / 1e6 for microseconds in slots[BY_LENGTH]),
+                phases=dict(zip(PATHS, cells, strict=False)),
+                draft_length=cells[DRAFT_LENGTH],
+                changes=cells[CHANGES],
+                seconds=cells[MICROSECONDS] / 1e6,
+                expected_seconds=cells[EXPECTED_MICROSECONDS] / 1e6,
+                tokens=cells[TOKENS],
+                expected_tokens=cells[EXPECTED_MILLITOKENS] / 1e3,
+                seconds_by_length=tuple(microseconds / 1e6 for microseconds in cells[BY_LENGTH]),
             )
             yield int(file.name), counts
 
@@ -122,7 +122,7 @@ def read_counts() -> Iterator[tuple[int, Counts]]:
 def hold(length: int | None) -> None:
     """Have all engines of this front-end draft so many tokens (``draft_length: auto``), or choose again with None."""
     for rank, _ in read_counts():
-        DraftCounter.of_rank(rank).slots[HELD] = 0 if length is None else 1 + length
+        DraftCounter.of_rank(rank).cells[HELD] = 0 if length is None else 1 + length
 
 
 def _shared() -> Path:

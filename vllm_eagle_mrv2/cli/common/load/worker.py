@@ -92,7 +92,7 @@ class LoadEngine:
         self._clock = Clock()
         self._numbers = itertools.count()
         self._waiting: asyncio.Queue[tuple[Load, Request]] = asyncio.Queue()
-        self._slots: list[asyncio.Task[None]] = []
+        self._clients: list[asyncio.Task[None]] = []
         self._served: list[Served] = []
         self._held: int | None = None
         self.started = started()
@@ -129,8 +129,8 @@ class LoadEngine:
         begin = 0
         if load.fills:
             await self._drop()
-            self._slots = [asyncio.create_task(self._slot()) for _ in range(load.concurrency or 0)]
-            begin = len(self._slots) + 1
+            self._clients = [asyncio.create_task(self._client()) for _ in range(load.concurrency or 0)]
+            begin = len(self._clients) + 1
         before_change = [] if load.draft_length == self._held else [(one, len(one.outputs)) for one in self._served]
         self._held = load.draft_length
         await self._resume()
@@ -160,7 +160,7 @@ class LoadEngine:
         await asyncio.gather(*(arrive(request) for request in load.requests))
         return self._read(self._served[1].sent, self._served[-1].sent, before)
 
-    async def _slot(self) -> None:
+    async def _client(self) -> None:
         """Serve one request after the other, whenever there is one."""
         while True:
             load, request = await self._waiting.get()
@@ -168,14 +168,14 @@ class LoadEngine:
             await self._generate(load, request)
 
     async def _send(self, load: Load, requests: Iterable[Request]) -> None:
-        """Return as soon as all requests are sent, or raise what keeps a slot from it."""
+        """Return as soon as all requests are sent, or raise what keeps a client from it."""
         for request in requests:
             self._waiting.put_nowait((load, request))
         sent = asyncio.create_task(self._waiting.join())
-        await asyncio.wait([sent, *self._slots], return_when=asyncio.FIRST_COMPLETED)
-        for slot in self._slots:
-            if slot.done():
-                slot.result()
+        await asyncio.wait([sent, *self._clients], return_when=asyncio.FIRST_COMPLETED)
+        for client in self._clients:
+            if client.done():
+                client.result()
 
     async def _resume(self) -> None:
         self._clock.resume()
@@ -183,10 +183,10 @@ class LoadEngine:
 
     async def _drop(self) -> None:
         """Abort the requests in flight."""
-        for slot in self._slots:
-            slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
-        self._slots, self._served = [], []
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+        self._clients, self._served = [], []
 
     def _read(self, begins: float, ends: float, before: Counted) -> LoadRound:
         """The figures of a round; requests that have ended are forgotten."""
