@@ -42,7 +42,7 @@ class Fix:
 
 _VERIFICATION = "the rejection sampler stays the release's own"
 _MODEL_CLASS = "the classes of draft models stay the release's own"
-_STAGES = "loading over pipeline stages stays the release's own"
+_REFUSED = "refused in one sentence"
 _RANKS = "what a draft's metadata says of other ranks stays the release's own"
 
 FIXES = (
@@ -179,14 +179,40 @@ FIXES = (
     ),
     Fix(symptom="Eager draft decodes of data-parallel ranks count padding as tokens", stock=">=0.30", why=_RANKS),
     Fix(
-        symptom="A draft on the last pipeline stage has no embedding: acceptance collapses",
-        upstream="#46994",
+        symptom="Drafting over pipeline stages hangs, or verifies drafts that the first stages do not have",
+        upstream="#46994, #52295, #54436",
         stock=">=0.30",
-        why=_STAGES,
+        why=_REFUSED,
     ),
-    Fix(symptom="`load_format=fastsafetensors` waits for ever for stages without a draft", stock=">=0.30", why=_STAGES),
     Fix(
-        symptom="Types of the draft's layers are counted from those of one pipeline stage", stock=">=0.30", why=_STAGES
+        symptom="Pipeline stages without asynchronous scheduling: wrong output",
+        upstream="#52071",
+        why=_REFUSED,
+    ),
+    Fix(
+        symptom="Hybrid targets with prefix caching: a block of the prompt is never computed",
+        upstream="#45614, #48375",
+        stock=">=0.26",
+        absent="<0.25",
+        why=_REFUSED,
+    ),
+    Fix(
+        symptom="Qwen3-Next and Qwen3.5: a request without drafts in a step reads the state of the wrong token",
+        upstream="#56531",
+        stock=">=0.32",
+        absent="<0.23",
+        why="the target's layers stay the release's own; a schedule with 0 drafts is refused",
+    ),
+    Fix(
+        symptom="MTP layers of DeepSeek V3: draft steps after the first are given states that are not normalized",
+        upstream="#45895",
+        stock=">=0.24",
+        why=_MODEL_CLASS,
+    ),
+    Fix(
+        symptom="`reload_weights` after a level-2 sleep leaves the draft without weights: nothing is accepted",
+        upstream="#52479",
+        why="they come back by weight transfer of the draft (from 0.26 on), or by a restart",
     ),
     Fix(
         symptom="MTP layers of Step 3.5 and 3.7 lose their own heads to the target's", stock=">=0.32", why=_MODEL_CLASS

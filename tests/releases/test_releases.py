@@ -6,7 +6,6 @@ import copy
 import importlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,21 +115,9 @@ def test_the_host_of_a_fork_comes_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", RELEASES, ids=lambda adapter: adapter.name)
-def test_every_family_on_one_stage(adapter: Release, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family(adapter: Release, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    adapter.check_settings(Settings(family, Options()), SimpleNamespace(pipeline_parallel_size=1))
-
-
-@pytest.mark.parametrize(("release", "runs"), [("0.20.2", False), ("0.26.0", False), ("0.32.0", True)])
-def test_eagle3_over_pipeline_stages(release: str, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    adapter, two_stages = release_for(release), SimpleNamespace(pipeline_parallel_size=2)
-    adapter.check_settings(Settings("eagle", Options()), two_stages)
-    if runs:
-        adapter.check_settings(Settings("eagle3", Options()), two_stages)
-    else:
-        with pytest.raises(EagleMRV2Error, match="EAGLE-3 does not run with pipeline_parallel_size=2"):
-            adapter.check_settings(Settings("eagle3", Options()), two_stages)
+    adapter.check_settings(Settings(family, Options()))
 
 
 def test_a_family_that_a_host_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +131,7 @@ def test_a_family_that_a_host_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
         families=("eagle",),
     )
     with pytest.raises(EagleMRV2Error, match=r"does not support the family mtp .* use method=mtp"):
-        adapter.check_settings(Settings("mtp", Options()), SimpleNamespace())
+        adapter.check_settings(Settings("mtp", Options()))
 
 
 # The symbols they need

@@ -112,6 +112,43 @@ def test_a_hybrid_that_drafts_nothing_for_a_while(
     assert limit.asked(config) is refused
 
 
+def test_an_engine_of_pipeline_stages(models: dict[str, str]) -> None:  # noqa: F811
+    message = refused(ask(models, pipeline_parallel_size=2, async_scheduling=False))
+    older = releases.installed_version() < Version("0.30")
+    assert ("with pipeline_parallel_size above 1" if older else "without asynchronous scheduling") in message
+
+
+@pytest.mark.parametrize(
+    ("release", "stages", "asynchronous", "refused"),
+    [
+        ("0.20.2", 1, False, None),
+        ("0.29.0", 2, True, "drafting with pipeline_parallel_size above 1"),
+        ("0.30.0", 2, True, None),
+        ("0.33.0", 2, False, "pipeline parallelism without asynchronous scheduling"),
+        ("0.33.0", 1, False, None),
+    ],
+)
+def test_pipeline_stages(release: str, stages: int, asynchronous: bool, refused: str | None) -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages, distributed_executor_backend="mp"),
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+    )
+    limits = [limit for limit in limits_of(Version(release)) if "pipeline" in limit.what and limit.asked]
+    assert [limit.what for limit in limits if limit.asked and limit.asked(config)] == ([refused] if refused else [])
+
+
+@pytest.mark.parametrize("release", ["0.25.1", "0.26.0"])
+@pytest.mark.parametrize(("hybrid", "cached"), [(True, True), (True, False), (False, True)])
+def test_a_hybrid_whose_prefixes_are_cached(release: str, hybrid: bool, cached: bool) -> None:
+    what = "prefix caching of hybrid and Mamba models (on by default: --no-enable-prefix-caching)"
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=hybrid), cache_config=SimpleNamespace(enable_prefix_caching=cached)
+    )
+    limits = [limit for limit in limits_of(Version(release)) if limit.what == what]
+    asked = [limit.asked(config) for limit in limits if limit.asked is not None]
+    assert any(asked) is (hybrid and cached and release == "0.25.1")
+
+
 def test_the_stock_method_has_vllms_own_error(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     speculative = {"method": "eagle", "model": models["head"], "num_speculative_tokens": 3, "parallel_drafting": True}
@@ -237,7 +274,7 @@ def off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("custom logits processors written for Model Runner V1", "0.31.0 0.32.0 0.33.0"),
         ("thinking_token_budget in requests", "0.20.2 0.23.0 0.24.0 0.25.1 0.26.0 0.27.1"),
         (
-            "EAGLE-3 with pipeline_parallel_size above 1",
+            "drafting with pipeline_parallel_size above 1",
             "0.20.2 0.22.1 0.23.0 0.24.0 0.25.1 0.26.0 0.27.1 0.28.0 0.29.0",
         ),
     ],

@@ -83,7 +83,7 @@ def take_settings(engine_args: Any, installed: Callable[[], tuple[Release, Versi
     release.check_disabled(options.disable, version)
     asked = one_model.split(engine_args, asked, reader)
     translated, settings = translate(asked, engine_args.model, options, reader)
-    release.check_settings(settings, engine_args)
+    release.check_settings(settings)
     if "model" in translated:
         own = translated.get("draft_load_config") if version >= _OWN_LOAD_CONFIG else None
         load_format = own.get("load_format") if isinstance(own, dict) else None

@@ -10,7 +10,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import pluggy
 from packaging.specifiers import SpecifierSet
@@ -56,8 +56,6 @@ class Release:
     not_offered: Mapping[Behaviour, str] = field(default_factory=dict)
     """Behaviours of settings that vLLM lacks or refuses -> version specifier of the releases where it does."""
     families: tuple[Family, ...] = FAMILIES
-    eagle3_over_pp: bool = False
-    """Whether EAGLE-3 runs under pipeline parallelism on these releases."""
     v2_by_environment: bool = False
     """Whether VLLM_USE_V2_MODEL_RUNNER is the only way to select Model Runner V2 on these releases."""
     logits_of_any_dtype: bool = True
@@ -95,12 +93,11 @@ class Release:
                     f"{behaviour} cannot be disabled: it is {whose} on vLLM {version}; take it out of disable."
                 )
 
-    def check_settings(self, settings: Settings, engine_args: Any) -> None:
+    def check_settings(self, settings: Settings) -> None:
         """Refuse settings that cannot run on these releases.
 
         Args:
             settings: what the user asked for.
-            engine_args: vLLM's ``EngineArgs``.
 
         Raises:
             EagleMRV2Error: with the cause and the remedy.
@@ -118,12 +115,6 @@ class Release:
             raise EagleMRV2Error(
                 f"draft_logits_dtype={settings.options.draft_logits_dtype} is not exact below vLLM 0.28, whose "
                 "rejection sampler reads logits after temperature; leave it at float32."
-            )
-        stages = getattr(engine_args, "pipeline_parallel_size", 1)
-        if settings.family == "eagle3" and stages > 1 and not self.eagle3_over_pp:
-            raise EagleMRV2Error(
-                f"EAGLE-3 does not run with pipeline_parallel_size={stages} on this vLLM release; "
-                "use tensor parallelism, or an EAGLE-1 head."
             )
 
     def speculator_class(self, family: Family) -> type:

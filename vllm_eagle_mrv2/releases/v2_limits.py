@@ -58,6 +58,14 @@ def _rests_a_hybrid(config: Any) -> bool:
     return bool(config.model_config.is_hybrid) and any(not length for *_, length in schedule)
 
 
+def _caches_a_hybrid(config: Any) -> bool:
+    return bool(config.model_config.is_hybrid and config.cache_config.enable_prefix_caching)
+
+
+def _has_stages(config: Any) -> bool:
+    return bool(config.parallel_config.pipeline_parallel_size > 1)
+
+
 def _on_cpu(_: Any) -> bool:
     from vllm.platforms import current_platform
 
@@ -72,10 +80,12 @@ def _without_triton(_: Any) -> bool:
 
 LIMITS: tuple[Limit, ...] = (
     Limit("hybrid and Mamba models", "<0.23", "hybrid/mamba models"),
+    # On 0.25 recurrent layers find one block more than attention layers, whose part of it is never computed (#45614).
     Limit(
         "prefix caching of hybrid and Mamba models (on by default: --no-enable-prefix-caching)",
-        ">=0.23,<0.25",
+        ">=0.23,<0.26",
         "hybrid/mamba models with align cache mode",
+        _caches_a_hybrid,
     ),
     Limit("mamba_cache_mode=all", ">=0.30,<0.32", "mamba cache mode 'all'"),
     Limit(
@@ -126,13 +136,24 @@ LIMITS: tuple[Limit, ...] = (
         vllm="parallel drafting",
         asked=lambda config: bool(config.speculative_config.parallel_drafting),
     ),
-    Limit("EAGLE-3 with pipeline_parallel_size above 1", "<0.30", "EAGLE3 with pipeline parallelism"),
+    # Other stages wait for samples of another shape, and embed drafts that only the last one has (#46994, #52295).
+    Limit(
+        "drafting with pipeline_parallel_size above 1",
+        "<0.30",
+        "EAGLE3 with pipeline parallelism",
+        _has_stages,
+    ),
+    # A request comes back before its first stage has taken what was sampled for it (#52071).
+    Limit(
+        "pipeline parallelism without asynchronous scheduling",
+        ">=0.30",
+        asked=lambda config: _has_stages(config) and not config.scheduler_config.async_scheduling,
+    ),
     Limit(
         "pipeline parallelism with external_launcher",
         vllm="pipeline parallelism with external_launcher",
         asked=lambda config: (
-            config.parallel_config.distributed_executor_backend == "external_launcher"
-            and config.parallel_config.pipeline_parallel_size > 1
+            config.parallel_config.distributed_executor_backend == "external_launcher" and _has_stages(config)
         ),
     ),
     Limit(

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -247,8 +246,6 @@ def _unsupported(adapter: Release, version: Version) -> list[str]:
     phrases = [f"{family} drafts: use method={family}" for family in FAMILIES if family not in adapter.families]
     if not adapter.logits_of_any_dtype:
         phrases.append("draft_logits_dtype other than float32: the rejection sampler reads logits after temperature")
-    if "eagle3" in adapter.families and not adapter.eagle3_over_pp:
-        phrases.append("EAGLE-3 with pipeline_parallel_size above 1")
     if "mtp" in adapter.families:
         phrases.append("MTP heads of Gemma 4 and of several modules: vLLM has speculators of their own for them")
     phrases.append("VLLM_USE_V2_MODEL_RUNNER=0 in the environment")
@@ -260,7 +257,7 @@ def _check_adapter(report: DoctorReport, adapter: Release, release: str) -> None
     report.symbols = [SymbolReport.of(finding) for finding in check_installed(needed)]
     _blame_symbols(report, f"vLLM {release} is not the stock release that adapter {adapter.name} knows")
     try:
-        adapter.check_settings(Settings(adapter.families[0], Options()), SimpleNamespace())
+        adapter.check_settings(Settings(adapter.families[0], Options()))
     except EagleMRV2Error as error:  # refused for every deployment in this environment
         report.problems.append(str(error))
     if all(symbol.status == "found" for symbol in report.symbols):

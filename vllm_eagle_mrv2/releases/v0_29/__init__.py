@@ -11,7 +11,6 @@ RELEASE = Release(
     series=("0.29", "0.30", "0.31"),
     stock={behaviour: "" for behaviour in Behaviour if behaviour not in _SUPPLIED},
     adapter="vllm_eagle_mrv2.releases.v0_29.adapter",
-    eagle3_over_pp=True,  # vLLM itself refuses it on 0.29
     symbols=FUSED,
 )
 

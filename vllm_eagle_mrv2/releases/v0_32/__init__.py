@@ -12,7 +12,6 @@ RELEASE = Release(
     series=("0.32", "0.33"),
     stock={behaviour: _SINCE.get(behaviour, "") for behaviour in Behaviour if behaviour not in _SUPPLIED},
     adapter="vllm_eagle_mrv2.releases.v0_32.adapter",
-    eagle3_over_pp=True,
     symbols=FUSED,
 )
 
