@@ -120,6 +120,7 @@ LIMITS: tuple[Limit, ...] = (
         refused=False,
     ),
     Limit("requests with more than 1024 allowed_token_ids, 1024 logit_bias tokens or 128 stop_token_ids"),
+    Limit("logprob_token_ids in requests"),  # the rejection sampler leaves them out (#44727)
     Limit("video pruning (--video-pruning-rate)", "<0.25", asked=_prunes_video),
     Limit("capture of routed experts (--enable-return-routed-experts)", "<0.28", "routed experts capture"),
     Limit("encoder-cache transfer (--ec-transfer-config)", "<0.28", "EC transfer"),
