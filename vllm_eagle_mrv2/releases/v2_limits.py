@@ -80,7 +80,7 @@ def _without_triton(_: Any) -> bool:
 
 LIMITS: tuple[Limit, ...] = (
     Limit("hybrid and Mamba models", "<0.23", "hybrid/mamba models"),
-    # On 0.25 recurrent layers find one block more than attention layers, whose part of it is never computed (#45614).
+    # Recurrent layers find one block more than attention layers, whose part of it is never computed (#45614).
     Limit(
         "prefix caching of hybrid and Mamba models (on by default: --no-enable-prefix-caching)",
         ">=0.23,<0.26",
@@ -138,12 +138,7 @@ LIMITS: tuple[Limit, ...] = (
         asked=lambda config: bool(config.speculative_config.parallel_drafting),
     ),
     # Other stages wait for samples of another shape, and embed drafts that only the last one has (#46994, #52295).
-    Limit(
-        "drafting with pipeline_parallel_size above 1",
-        "<0.30",
-        "EAGLE3 with pipeline parallelism",
-        _has_stages,
-    ),
+    Limit("drafting with pipeline_parallel_size above 1", "<0.30", "EAGLE3 with pipeline parallelism", _has_stages),
     # A request comes back before its first stage has taken what was sampled for it (#52071).
     Limit(
         "pipeline parallelism without asynchronous scheduling",
