@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from support import engine, greedy, held_out_prompts
+import pytest
+from support import engine, greedy, held_out_prompts, runner_of, speculator_of
 
 TOKENS = 16
 
@@ -28,3 +29,28 @@ def test_batches_with_prefills_have_graphs() -> None:
     assert without == 512
     assert largest == 2048
     assert found == expected
+
+
+def test_prefills_are_not_split_beyond_vllms_own_sizes() -> None:
+    """Of eight requests vLLM captures 64 tokens; FlashAttention can split up to that, and decodes of any number."""
+    with engine("eagle_mrv2", max_num_batched_tokens=2048) as llm:
+        builders = [
+            builder
+            for groups in (runner_of(llm).attn_groups, speculator_of(llm).attn_groups)
+            for group in groups[0]
+            for builder in group.metadata_builders
+        ]
+        if not builders[0].max_num_splits:
+            pytest.skip("this FlashAttention splits in no graph")
+        batches: dict[bool, set[int]] = {True: set(), False: set()}
+        for builder in builders:
+
+            def build(*args: Any, original: Any = builder.build, **kwargs: Any) -> Any:
+                built = original(*args, **kwargs)
+                batches[built.num_actual_tokens > 64].add(built.max_num_splits)
+                return built
+
+            builder.build = build
+        prompts: Any = [{"prompt_token_ids": [5 + number] * 150} for number in range(8)]
+        greedy(llm, prompts, TOKENS)
+    assert batches == {True: {0}, False: {builders[0].max_num_splits}}

@@ -183,6 +183,16 @@ def test_batches_with_prefills_are_captured(most_requests: int, models: dict[str
         assert len(ours) == len(set(ours))
 
 
+@pytest.mark.parametrize("sizes", [None, [1, 2, 4]])
+def test_the_workers_know_what_vllm_would_capture(sizes: list[int] | None, models: dict[str, str]) -> None:
+    given: dict[str, Any] = {"max_num_seqs": 7, "max_num_batched_tokens": 8192}
+    config = ask(models, **given).create_engine_config()
+    captured_with(config, sizes)
+    settings = settings_of(config.speculative_config)
+    assert settings is not None
+    assert settings.vllm_largest == (0 if sizes else captured(models, "eagle", **given)[-1])
+
+
 def test_captured_sizes_that_the_user_gives_stay(models: dict[str, str]) -> None:
     given: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
     assert captured(models, sizes=[1, 2, 4], **given) == [1, 2, 4]

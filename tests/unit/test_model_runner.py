@@ -130,6 +130,8 @@ def test_what_is_handed_over(takes_inputs: bool, monkeypatch: pytest.MonkeyPatch
     ours = speculator()
     drafter, runner = ours.drafter, Runner(ours, target_graphs=True)
     announced: list[Any] = []
+    bounded: list[Any] = []
+    monkeypatch.setattr(model_runner, "split_decodes_alone", bounded.append)
     # All is known by then: the target's graph manager, the last of it, too.
     monkeypatch.setattr(drafter, "announce", lambda: announced.append(drafter.graphs.target_graphs()))
     monkeypatch.setattr(drafter.adapter, "takes_target_inputs", takes_inputs)
@@ -137,6 +139,7 @@ def test_what_is_handed_over(takes_inputs: bool, monkeypatch: pytest.MonkeyPatch
     assert drafter.adapter.sampling_states == "states"
     assert drafter.adapter.req_states.max_seq_len == "lengths"
     assert announced == [runner.cudagraph_manager]
+    assert bounded == [runner]
     handed = (getattr(ours, "target_input_buffers", None), getattr(ours, "target_attn_groups", None))
     assert handed == (("buffers", "groups") if takes_inputs else (None, None))
     # Elastic scaling replaces it.
@@ -147,6 +150,7 @@ def test_what_is_handed_over(takes_inputs: bool, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("release", "more"), [("0.26.0", 2 * 8 * 4), ("0.27.0", 0)])
 def test_texts_count_as_memory_of_the_model(release: str, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM below 0.27 does not count what is allocated before the model is loaded."""
+    releases.installed_release()  # is looked at once
     monkeypatch.setattr(releases, "installed_version", lambda: Version(release))
     monkeypatch.setattr(model_runner, "takes_auxiliary_states", lambda config: True)
     for looks_up in (False, True):

@@ -45,6 +45,8 @@ class Settings:
     """The tokens that ``draft_vocab`` keeps; None drafts from the whole vocabulary."""
     asked: Asked | None = field(default=None, compare=False)
     """What the family was found for."""
+    vllm_largest: int = 0
+    """Tokens of the largest batch that vLLM would capture by itself, if larger ones are captured; else 0."""
 
 
 def settings_of(marked: object) -> Settings | None:

@@ -397,6 +397,14 @@ PATCHES: tuple[Patch, ...] = (
         releases="<0.28",
     ),
     Patch(
+        "build of FlashAttention's metadata builders",
+        f"{_HERE}.attention_splits:split_decodes_alone",
+        Scope.WORKER,
+        "splits the keys of batches with prefills only where vLLM's own captured sizes would",
+        "vLLM splits up to the largest captured size, with room for 32 partial results and one kernel more a layer",
+        "splits in FULL graphs alone",
+    ),
+    Patch(
         "add_request of the target's sampler",
         f"{_HERE}.model_runner:keep_longest_lengths",
         Scope.WORKER,

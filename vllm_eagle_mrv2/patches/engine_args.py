@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_eagle_mrv2.config import captured_sizes
@@ -125,10 +126,13 @@ def prefills_captured(original: Function) -> Function:
         given = compilation.cudagraph_capture_sizes or compilation.max_cudagraph_capture_size
         original(self, *args, **kwargs)
         sizes = compilation.cudagraph_capture_sizes
-        if given or not sizes or settings_of(self.speculative_config) is None:
+        settings = settings_of(self.speculative_config)
+        if given or not sizes or settings is None:
             return
-        sizes += captured_sizes.beyond(sizes[-1], self)
-        compilation.max_cudagraph_capture_size = sizes[-1]
+        if larger := captured_sizes.beyond(sizes[-1], self):
+            mark(self.speculative_config, replace(settings, vllm_largest=sizes[-1]))
+            sizes += larger
+            compilation.max_cudagraph_capture_size = sizes[-1]
 
     return set_cudagraph_sizes
 

@@ -15,6 +15,7 @@ from packaging.version import Version
 from vllm_eagle_mrv2 import releases
 from vllm_eagle_mrv2.config.draft_config import takes_auxiliary_states
 from vllm_eagle_mrv2.drafting.drafter import drafter_of
+from vllm_eagle_mrv2.patches.attention_splits import split_decodes_alone
 from vllm_eagle_mrv2.patches.wrap import Function
 
 _VERIFIES_PLACEHOLDERS = SpecifierSet(">=0.25,<0.31")
@@ -61,6 +62,7 @@ def states_handed_over(original: Function) -> Function:
             if drafter.adapter.takes_target_inputs:
                 self.speculator.target_input_buffers = self.input_buffers
                 self.speculator.target_attn_groups = self.attn_groups
+            split_decodes_alone(self)
             drafter.announce()
         return result
 
