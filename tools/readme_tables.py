@@ -413,11 +413,12 @@ def _loads(*, adaptive: bool = False) -> Iterator[tuple[str, str, Load]]:
 
 
 def load_section() -> str:
-    """Gains under load by the number of requests in flight, with random weights."""
-    rows: dict[str, dict[str, Load]] = {}
+    """Gains under load by the number of requests in flight, with random weights; those of all pairs of engines."""
+    rows: dict[str, dict[str, str]] = {}
     for release, where, one in _loads():
         if one.shape != SMOLLM2:
-            rows.setdefault(f"{one.case}, {release}, {where}", {})[f"{one.concurrency} in flight"] = one
+            row, column = rows.setdefault(f"{one.case}, {release}, {where}", {}), f"{one.concurrency} in flight"
+            row[column] = "<br>".join([row[column], str(one)] if column in row else [str(one)])
     return _crossed("tokens per second, eagle_mrv2 / stock", rows, lambda column: int(column.split()[0]))
 
 

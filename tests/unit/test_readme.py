@@ -161,11 +161,12 @@ def test_what_was_timed(tables: ModuleType, results: Path) -> None:
 def test_gains_under_load(tables: ModuleType, results: Path) -> None:
     one = {"shape": "8b", "method": "eagle3", "k": 3, "concurrency": 8, "gain": [1.05, 0.9, 1.1], "figures": {}}
     rows = [{**one, "control": [1.03, 0.98, 1.07]}, {**one, "concurrency": 64}, {**one, "setting": "FP8"}]
+    rows.append({**one, "concurrency": 64, "gain": [1.2, 1.1, 1.3]})  # of another pair
     (results / "h100.json").write_text(result(where="H100", under_load=rows))
     assert tables.load_section().splitlines() == [
         "| tokens per second, eagle_mrv2 / stock | 8 in flight | 64 in flight |",
         "| --- | --- | --- |",
-        "| 8b eagle3, K=3, 0.26.0, H100 | 1.05 (0.90 to 1.10); 1.03 | 1.05 (0.90 to 1.10) |",
+        "| 8b eagle3, K=3, 0.26.0, H100 | 1.05 (0.90 to 1.10); 1.03 | 1.05 (0.90 to 1.10)<br>1.20 (1.10 to 1.30) |",
         "| 8b eagle3, K=3, FP8, 0.26.0, H100 | 1.05 (0.90 to 1.10) | - |",
     ]
 

@@ -5,7 +5,7 @@ then launched kernel by kernel, and the GPU waits for the host.  An engine with 
 unless the user says which sizes are captured.
 
 A target with latent attention (MLA) keeps vLLM's sizes: on Hopper, FlashAttention stores up to 32 partial results for
-each token of a captured size, 64 KiB a head, which would be 16 GiB for 2,048 tokens with 128 heads on a GPU.
+each token of a FULL graph, 64 KiB a head, which would be 16 GiB for 2,048 tokens with 128 heads on a GPU.
 """
 
 from __future__ import annotations
