@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from ab_time import arrive, turn
+from load_times import configure_head
 
 from vllm_eagle_mrv2.cli.bench.measurement import WORKER
 from vllm_eagle_mrv2.cli.common.arguments import ACCEPTANCE
@@ -294,6 +295,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         prompts = random_prompts(USUAL_PROMPTS)[: 4 * options.batch] if options.mixed else token_prompts(options.batch)
         tokens = sum(len(prompt) + options.tokens for prompt in prompts[: options.batch])
         subject = shape_subject(Path(folder), options.shape, options.family, prompts, tokens)
+        configure_head(subject, options.head)
         sys.path[:0] = subject.plugins.values()
         setup = Setup(
             subject=subject,
@@ -315,7 +317,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(0)
     params = [
         vllm.SamplingParams(
-            temperature=0.0,
+            temperature=options.temperature,
+            top_p=options.top_p,
             max_tokens=draw.randint(options.tokens // 2, options.tokens) if options.mixed else options.tokens,
             ignore_eos=True,
             detokenize=False,
@@ -347,6 +350,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "method": options.method,
         **{name: getattr(options, name) for name in ("family", "steps", "batch", "mixed", "disable", "option")},
+        **({"temperature": options.temperature, "top_p": options.top_p} if options.temperature else {}),
         "shape": options.shape.value,
     }
     return about | found | summary(events, batches)
@@ -362,6 +366,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--mixed", action="store_true", help="requests that come and go")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--head", type=json.loads, default={}, help="as in benchmarks/load_times.py")
     parser.add_argument("--disable", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--engine", type=json.loads, default={}, help="further LLM(...) arguments, as JSON")
     parser.add_argument("--option", type=json.loads, default={}, help="options of eagle_mrv2, as JSON")

@@ -28,10 +28,11 @@ import torch.nn.functional as F
 
 from vllm_eagle_mrv2.draft_model import linear  # noqa: F401, defines the op
 from vllm_eagle_mrv2.kernels.few_rows_product import MAX_ROWS, few_rows_by_temperature, few_rows_keys, few_rows_product
+from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
 from vllm_eagle_mrv2.kernels.fp8 import quantized
 from vllm_eagle_mrv2.kernels.greedy import argmax_keys
 from vllm_eagle_mrv2.kernels.row_product import gated_row_product, row_product
-from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_target_noise
 from vllm_eagle_mrv2.kernels.single_token_attention import SingleTokenAttention
 
 # (outputs, inputs) of a draft's products, for an EAGLE head of a 1B target and of an 8B target.
@@ -163,6 +164,57 @@ def sampled() -> Cases:
     return few_rows(partial(drafts, ours=True), partial(drafts, ours=False))
 
 
+def filtered_drafts(*, fp64: bool) -> Cases:
+    """Sampled drafts with top-p, filtered, drawn and stored, against sorting and PyTorch's random numbers.
+
+    Both begin with a copy of the logits, which are in the L2 cache.
+    """
+    for num_rows, width in product((1, 8, 64), (32_000, 128_256)):
+        master = torch.randn(num_rows, width, device="cuda") * 3
+        rows = (master, torch.empty_like(master), torch.zeros(num_rows, 1, width, device="cuda"))
+        states = torch.arange(num_rows, device="cuda")
+        temperature, top_p = (torch.full((num_rows,), value, device="cuda") for value in (0.7, 0.9))
+        top_k = torch.full_like(states, width, dtype=torch.int32)
+        ours = partial(filter_and_draw, *rows, states, temperature, top_k, top_p, fp64=fp64)
+        yield f"{num_rows} x {width}", [ours] * 20, [partial(sort_and_draw, *rows)] * 20, 0
+
+
+def filter_and_draw(
+    master: torch.Tensor,
+    logits: torch.Tensor,
+    stored: torch.Tensor,
+    states: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    *,
+    fp64: bool,
+) -> torch.Tensor:
+    """Draw one token of each row [n, V] of ``master`` by this package's kernels, in the form of `how_drafted`."""
+    filter_logits(logits.copy_(master), states, temperature, top_k, top_p)
+    return sample_with_logits(
+        logits,
+        states,
+        temperature,
+        states,
+        states,
+        states[0],
+        stored,
+        salted=True,
+        after_temperature=True,
+        fp64=fp64,
+    )
+
+
+def sort_and_draw(master: torch.Tensor, logits: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Do the same with PyTorch, at temperature 0.7 with top-p 0.9."""
+    values, order = logits.copy_(master).div_(0.7).sort(dim=-1, descending=True)
+    shares = values.softmax(-1)
+    out = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, shares.cumsum(-1) - shares >= 0.9)
+    stored[:, 0] = logits.masked_fill_(out, float("-inf"))
+    return logits.softmax(-1).div_(torch.empty_like(logits).exponential_()).argmax(-1)
+
+
 def argmaxes() -> Cases:
     """Argmax of greedy drafts; the logits are in the L2 cache, so the bytes are given as 0."""
     for rows in (1, 8, 32):
@@ -269,6 +321,8 @@ KERNELS: dict[str, Callable[[], Cases]] = {
     "few_rows_keys": partial(few_rows, few_rows_keys, argmax_of_product),
     "few_rows_by_temperature": sampled,
     "argmax_keys": argmaxes,
+    "filtered_drafts": partial(filtered_drafts, fp64=False),
+    "filtered_drafts_fp64": partial(filtered_drafts, fp64=True),
     "single_token_attention": partial(attentions, writes=False),
     "writing_attention": partial(attentions, writes=True),
     "turning_attention": partial(attentions, writes=True, turns=True),

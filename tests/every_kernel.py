@@ -157,9 +157,9 @@ def call_every_kernel() -> None:
                     query, cache[:, 0], cache[:, 1], table[None], lengths, 0.1, out, **angles, index=slots[1:] + 1
                 )
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
-        kept = torch.zeros(8, 3, 5000, device=DEVICE)
+        kept, of_targets = (torch.zeros(8, 3, width, device=DEVICE) for width in (5000, 9999))
         for (stored, mapped), flag, times in itertools.product(
-            ((kept, None), (None, None), (None, offsets)), (True, False), (1, 3)
+            ((kept, None), (of_targets, offsets), (None, None), (None, offsets)), (True, False), (1, 3)
         ):
             sample_with_logits(
                 logits.repeat(times, 1),

@@ -30,7 +30,7 @@ from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, fe
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
 
-from .stock import ASKED, stock_speculator
+from .stock import ASKED, drafter_on, stock_speculator
 
 VOCAB, HIDDEN = 300, 16
 LOW_IDS = tuple(range(2, 72))  # 70 tokens, which are all in the first rank's shard of the whole head
@@ -242,6 +242,33 @@ def test_logits_that_are_finished_for_storage_are_not_the_heads(monkeypatch: pyt
     monkeypatch.setattr(draft, "compute_logits", lambda hidden: compute_logits(hidden).half().neg())
     assert best_tokens(head.keys(states())).tolist() == expected.tolist()
     assert head._draft_logits is not None, "as where the draft changes its own logits"
+
+
+@pytest.mark.parametrize("trims", [False, True], ids=["eagle3", "trimmed"])
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_drafted_from_is_of_the_heads_own_rows(trims: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filtered by the requests' top-k and top-p, they are what a filtered row of the target's vocabulary is."""
+    monkeypatch.setattr(head_module, "_SCATTERING", frozenset({Eagle3.__module__}))
+    if trims:
+        draft, target = pair()
+        _, head = trim(draft, target, 5, 6, 90, 40)
+    else:
+        draft = Eagle3(pair()[0].lm_head)
+        head = DraftHead(draft)
+    stock = stock_speculator(draft_logits=torch.zeros(8, 3, VOCAB), model=draft, temperature=torch.full((8,), 0.7))
+    adapter = drafter_on(stock).adapter
+    adapter.buffers.top_p.fill_(0.5)
+    adapter.buffers.top_k.fill_(VOCAB)
+    adapter.take_head(head)
+    own, offsets = adapter.logits_to_store(states(8))
+    assert offsets is not None
+    adapter.head = None  # as where two_stage_argmax is disabled
+    whole, without = adapter.logits_to_store(states(8))
+    assert without is None
+    expected = torch.full_like(whole, -torch.inf).index_copy_(-1, torch.arange(own.shape[1]) + offsets, own)
+    assert torch.equal(whole, expected)
+    assert bool(own.isinf().any())
+    assert own.shape[1] == (4 if trims else VOCAB)
 
 
 def adapter_of_0_20(model: Any, head: Any) -> Any:

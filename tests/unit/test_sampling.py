@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +182,39 @@ def test_columns_of_a_draft_vocabulary(vocab: int, fp64: bool) -> None:
     assert mapped.tolist() == whole.tolist()
 
 
+@pytest.mark.parametrize("after_temperature", [True, False])
+@pytest.mark.parametrize(("vocab", "rows"), [(7, 1), (600, 9), (5000, 9)])
+def test_columns_of_a_draft_vocabulary_are_stored(vocab: int, rows: int, after_temperature: bool) -> None:
+    """As rows of the target's vocabulary are: with -inf for all other tokens, whatever was there."""
+    torch.manual_seed(vocab)
+    targets = 2 * vocab + torch.randperm(2 * vocab)[:vocab]
+    logits = torch.randn(rows, vocab)
+    whole = torch.full((rows, 4 * vocab), -torch.inf).index_copy_(1, targets, logits)
+    offsets = (targets - torch.arange(vocab)).to(DEVICE)
+    mapping = [5] if rows == 1 else [*reversed(range(MAX_REQS)), -1]
+    found = []
+    for given, of in ((logits, offsets), (whole, None)):
+        stored = torch.full((MAX_REQS, STEPS, 4 * vocab), 7.0, device=DEVICE)
+        sampled = sample_with_logits(
+            given.to(DEVICE),
+            torch.tensor(mapping, dtype=torch.int32, device=DEVICE),
+            temperature().to(DEVICE),
+            torch.arange(MAX_REQS, device=DEVICE),
+            torch.arange(rows, device=DEVICE) + 16,
+            torch.tensor(1, device=DEVICE),
+            stored,
+            salted=True,
+            after_temperature=after_temperature,
+            fp64=True,
+            offsets=of,
+        )
+        found.append((best_tokens(sampled).tolist(), stored))
+    (drafts, stored), (expected, as_rows) = found
+    assert drafts == expected
+    assert torch.equal(stored, as_rows)
+    assert bool(stored.isinf().any())
+
+
 def test_salted_noise_is_another() -> None:
     """The same (seed, position) draw other tokens; without the salt the same."""
     logits = torch.zeros(8, 4000)
@@ -220,7 +252,6 @@ def test_drafts_share_no_random_number_with_the_target() -> None:
     """On releases below 0.29."""
     stock = stock_speculator(
         device=DEVICE,
-        model=SimpleNamespace(compute_logits=lambda hidden_states: hidden_states),
         draft_logits=torch.zeros(MAX_REQS, STEPS, 4000, device=DEVICE),
         idx_mapping=torch.tensor([1, 3, 5, 7, 1, 3, 5, 7], dtype=torch.int32, device=DEVICE),
         temperature=temperature().to(DEVICE),
@@ -229,7 +260,7 @@ def test_drafts_share_no_random_number_with_the_target() -> None:
     buffers = ReleaseAdapter(stock, Options(), ASKED).buffers
     buffers.sample_positions.copy_(torch.arange(8) + 16)
     buffers.draft_step.fill_(1)
-    hidden = torch.zeros(8, 4000, device=DEVICE)
-    sampled = best_tokens(sample_and_store(stock, buffers, hidden, after_temperature=True)).cpu()
-    with_target = draw(hidden.cpu(), buffers.idx_mapping.tolist(), salted=False)[0]  # after the last known token
+    logits = torch.zeros(8, 4000, device=DEVICE)
+    sampled = best_tokens(sample_and_store(stock, buffers, logits, None, after_temperature=True)).cpu()
+    with_target = draw(logits.cpu(), buffers.idx_mapping.tolist(), salted=False)[0]  # after the last known token
     assert int((sampled == with_target).sum()) == 0

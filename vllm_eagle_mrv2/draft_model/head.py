@@ -59,6 +59,16 @@ class DraftHead:
             return self._trimmed.offsets
         return self._model.draft_id_to_target_id.data if self._scatters else None
 
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return logits [n, C], one column for each row of the head, for hidden states [n, H].
+
+        Raises:
+            EagleMRV2Error: as for `logits_by_temperature`.
+        """
+        with self._short_logits(hidden_states):
+            logits: torch.Tensor = self._compute(hidden_states)
+        return logits
+
     def logits_by_temperature(
         self, hidden_states: torch.Tensor, idx_mapping: torch.Tensor, temperature: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -103,7 +113,7 @@ class DraftHead:
         return gathered.view(torch.int64)
 
     @contextlib.contextmanager
-    def _short_logits(self, hidden_states: torch.Tensor, few: FewRows) -> Iterator[None]:
+    def _short_logits(self, hidden_states: torch.Tensor, few: FewRows | None = None) -> Iterator[None]:
         """Context in which the draft computes logits [n, C], one column for each row of the head; see `offsets`.
 
         With local argmax each rank computes its own vocabulary shard.  In a head in which each row is the token, the

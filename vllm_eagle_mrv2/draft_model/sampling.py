@@ -11,9 +11,9 @@ from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
 
 
 def sample_and_store(
-    stock: Any, buffers: DraftBuffers, hidden_states: torch.Tensor, *, after_temperature: bool
+    stock: Any, buffers: DraftBuffers, logits: torch.Tensor, offsets: torch.Tensor | None, *, after_temperature: bool
 ) -> torch.Tensor:
-    """Draft from hidden states [n, H], and store the logits in the row of each request.
+    """Draft from logits, and store them in the row of each request.
 
     The stock sampler uses the same random numbers for drafts and for the target's tokens, and again for what it drafts
     later for the same position, which biases sampled output.
@@ -22,15 +22,16 @@ def sample_and_store(
     Args:
         stock: vLLM's speculator, with stored logits.
         buffers: the draft's.
-        hidden_states: [n, H].
+        logits: [n, C], of the head's own rows.
+        offsets: [C] int64, the target's token minus the row; None where a row is the token.
         after_temperature: the release's rejection sampler expects stored logits to be divided by the temperature.
 
     Returns:
         drafts for n rows, in a form of `how_drafted`.
     """
-    num_reqs = len(hidden_states)
+    num_reqs = len(logits)
     return sample_with_logits(
-        stock.model.compute_logits(hidden_states),
+        logits,
         buffers.idx_mapping[:num_reqs],
         buffers.temperature,
         buffers.seeds,
@@ -40,4 +41,5 @@ def sample_and_store(
         salted=True,
         after_temperature=after_temperature,
         fp64=stock.use_fp64_gumbel,
+        offsets=offsets,
     )

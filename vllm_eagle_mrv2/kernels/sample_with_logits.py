@@ -12,6 +12,7 @@ from vllm_eagle_mrv2.kernels.launching import launch
 FEW_ROWS = 8
 """Up to this many rows leave multiprocessors idle, and get smaller blocks."""
 _PART = 512
+_CLEARED = 4096
 # Added to the position of salted draws; far beyond any position, so no other draw has the same random numbers.
 _SALT = tl.constexpr(1 << 30)
 _TINY = tl.constexpr(2.0**-126)
@@ -35,6 +36,25 @@ def _noise(seed, position, keys, SALTED: tl.constexpr, FP64: tl.constexpr):
         series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
         exponential = tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform))
     return -tl.log(exponential)
+
+
+@triton.jit
+def _clear_kernel(
+    idx_mapping_ptr,
+    temperature_ptr,
+    draft_step_ptr,
+    draft_logits_ptr,
+    draft_logits_stride_req,
+    draft_logits_stride_step,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    state = tl.load(idx_mapping_ptr + tl.program_id(0)).to(tl.int64)
+    if tl.load(temperature_ptr + state, mask=state >= 0, other=0.0) == 0.0:
+        return
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = draft_logits_ptr + state * draft_logits_stride_req + tl.load(draft_step_ptr) * draft_logits_stride_step
+    tl.store(kept + tokens, tl.full([BLOCK], float("-inf"), tl.float32), mask=tokens < vocab_size)
 
 
 @triton.jit
@@ -138,27 +158,38 @@ def sample_with_logits(
     also depend on the draft step, as in vLLM 0.33.
 
     Args:
-        logits: [n, V], any floating dtype; with ``offsets``, over the draft's own vocabulary.
+        logits: [n, V], any floating dtype; with ``offsets`` [n, C], over the draft's own vocabulary.
         idx_mapping: [n] request state of each row; a row of -1 is padding.
         temperature: [R] float32; 0 takes the argmax.
         seeds: [R] int64.
         positions: [n] int64, the position before that of the drafted token.
         draft_step: [] int64, on the device.
         draft_logits: [R, K, V], written at [state, draft_step] where the temperature is not 0; None stores nothing.
+            Tokens without a column get -inf.
         salted: use other random numbers than the target does, and others at each draft step.
         after_temperature: store logits divided by the temperature.
         fp64: compute noise and compare in float64.
-        offsets: [V] int64, the target's token minus the column; None where a column is the token.  Not together with
-            ``draft_logits``, which stores rows over the target's vocabulary.
+        offsets: [C] int64, the target's token minus the column; None where a column is the token.
         best: result of `few_rows_by_temperature`, which contains the greedy rows; written; only with ``fp64``.
 
     Returns:
         the best of each block of tokens in a form of `how_drafted`: keys [n, m], or with ``fp64`` score orders and
         tokens [n, 2, m].  The kernel that uses the token takes the best of them.
     """
-    assert offsets is None or draft_logits is None
     assert best is None or fp64
     num_rows, num_columns = logits.shape
+    if offsets is not None and draft_logits is not None:
+        vocab_size = draft_logits.shape[-1]
+        launch(_clear_kernel, (num_rows, triton.cdiv(vocab_size, _CLEARED)))(
+            idx_mapping,
+            temperature,
+            draft_step,
+            draft_logits,
+            draft_logits.stride(0),
+            draft_logits.stride(1),
+            vocab_size,
+            BLOCK=_CLEARED,
+        )
     block = 1024 if num_rows <= FEW_ROWS else 2048
     num_blocks = triton.cdiv(num_columns, block)
     greedy = best is None

@@ -139,16 +139,21 @@ class ReleaseAdapter:
         converts = self.stores_by_dtype and logits is not None
         if not (self.filters_drafts or converts) or "compute_logits" in vars(draft):
             return
-        compute_logits, buffers = draft.compute_logits, self.buffers
+        compute_logits = draft.compute_logits
 
         def finished(*args: Any, **kwargs: Any) -> torch.Tensor:
-            found: torch.Tensor = compute_logits(*args, **kwargs)
-            if self.filters_drafts:
-                rows = buffers.idx_mapping[: found.shape[0]]
-                filter_logits(found, rows, buffers.temperature, buffers.top_k, buffers.top_p)
+            found = self._filtered(compute_logits(*args, **kwargs))
             return found.to(logits.dtype) if converts else found
 
         draft.compute_logits = finished
+
+    def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply the requests' top-k and top-p to draft logits [n, C], in place, if drafts honour these."""
+        if self.filters_drafts:
+            buffers = self.buffers
+            rows = buffers.idx_mapping[: len(logits)]
+            filter_logits(logits, rows, buffers.temperature, buffers.top_k, buffers.top_p)
+        return logits
 
     def take_attention(self, *, by_ours: bool) -> None:
         """Look at the draft's metadata builders, which vLLM has just made.
@@ -383,6 +388,19 @@ class ReleaseAdapter:
     def sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft from hidden states [n, H] for step ``draft_step``, and store the logits in the row of each request."""
         return self._sample_without_head(hidden_states, self.stock.draft_logits)
+
+    def logits_to_store(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits to draft from, for hidden states [n, H], and the offsets of their columns.
+
+        A head with a vocabulary of its own has a fraction of the target's columns to filter and to draw from.
+
+        Returns:
+            [n, C] over the head's own rows with their ``DraftHead.offsets``, or [n, V] and None.
+        """
+        offsets = None if self.head is None else self.head.offsets
+        if self.head is None or offsets is None:
+            return self.stock.model.compute_logits(hidden_states), None
+        return self._filtered(self.head.logits(hidden_states)), offsets
 
     def sample_unstored(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft from hidden states [n, H] without storing logits, greedily on every release but 0.20."""

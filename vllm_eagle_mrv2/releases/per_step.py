@@ -114,7 +114,7 @@ class PerStepAdapter(ReleaseAdapter):
             super().before_forward(num_tokens)
 
     def sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return sample_and_store(self.stock, self.buffers, hidden_states, after_temperature=True)
+        return sample_and_store(self.stock, self.buffers, *self.logits_to_store(hidden_states), after_temperature=True)
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         if batch.dummy_run:

@@ -17,4 +17,4 @@ class Adapter(AutoRegressiveAdapter):
     dp_sync_argument = None
 
     def sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return sample_and_store(self.stock, self.buffers, hidden_states, after_temperature=False)
+        return sample_and_store(self.stock, self.buffers, *self.logits_to_store(hidden_states), after_temperature=False)
