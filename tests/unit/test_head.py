@@ -29,6 +29,7 @@ from vllm_eagle_mrv2.errors import EagleMRV2Error
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_by_temperature, few_rows_product
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_target_noise
+from vllm_eagle_mrv2.releases import adapter as adapter_module
 
 from .stock import ASKED, drafter_on, stock_speculator
 
@@ -158,14 +159,13 @@ def test_weights_that_are_replaced_in_place() -> None:
 
 
 def check_logits(head: DraftHead, row: torch.Tensor) -> None:
-    """A head's own columns against the row of the target's vocabulary; not for a rank that has but a shard of them."""
-    logits, best = head.logits_by_temperature(states(), torch.zeros(9, dtype=torch.int32), torch.ones(1))
+    """A head's own columns, of all ranks, against the row of the target's vocabulary."""
+    by_temperature, best = head.logits_by_temperature(states(), torch.zeros(9, dtype=torch.int32), torch.ones(1))
     assert best is None
-    if head._draft_logits is not None and head._draft_logits.sharded:
-        return
-    columns = torch.arange(logits.shape[1])
-    targets = columns if head.offsets is None else columns + head.offsets
-    torch.testing.assert_close(logits, row[:, targets], rtol=1e-5, atol=1e-5)
+    for logits in (by_temperature, head.logits(states())):
+        columns = torch.arange(logits.shape[1])
+        targets = columns if head.offsets is None else columns + head.offsets
+        torch.testing.assert_close(logits, row[:, targets], rtol=1e-5, atol=1e-5)
 
 
 class Eagle3(Model):
@@ -246,7 +246,7 @@ def test_logits_that_are_finished_for_storage_are_not_the_heads(monkeypatch: pyt
 
 @pytest.mark.parametrize("trims", [False, True], ids=["eagle3", "trimmed"])
 @pytest.mark.usefixtures("one_rank")
-def test_what_is_drafted_from_is_of_the_heads_own_rows(trims: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_drafts_are_of_the_heads_own_rows(trims: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Filtered by the requests' top-k and top-p, they are what a filtered row of the target's vocabulary is."""
     monkeypatch.setattr(head_module, "_SCATTERING", frozenset({Eagle3.__module__}))
     if trims:
@@ -260,15 +260,34 @@ def test_what_is_drafted_from_is_of_the_heads_own_rows(trims: bool, monkeypatch:
     adapter.buffers.top_p.fill_(0.5)
     adapter.buffers.top_k.fill_(VOCAB)
     adapter.take_head(head)
-    own, offsets = adapter.logits_to_store(states(8))
-    assert offsets is not None
+    drawn: list[torch.Tensor] = []
+    monkeypatch.setattr(adapter_module, "sample_with_logits", lambda logits, *rest, **how: drawn.append(logits))
+    monkeypatch.setattr(type(adapter), "samples_apart", False)
+    adapter.sample(states(8))
     adapter.head = None  # as where two_stage_argmax is disabled
-    whole, without = adapter.logits_to_store(states(8))
-    assert without is None
-    expected = torch.full_like(whole, -torch.inf).index_copy_(-1, torch.arange(own.shape[1]) + offsets, own)
-    assert torch.equal(whole, expected)
+    adapter.sample(states(8))
+    own, whole = drawn
+    assert head.offsets is not None
+    targets = torch.arange(own.shape[1]) + head.offsets
+    assert torch.equal(whole, torch.full_like(whole, -torch.inf).index_copy_(-1, targets, own))
     assert bool(own.isinf().any())
     assert own.shape[1] == (4 if trims else VOCAB)
+
+
+@pytest.mark.parametrize("watermarked", [False, True])
+@pytest.mark.usefixtures("one_rank")
+def test_who_draws_from_a_draft_vocabulary(watermarked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This package, on releases whose own sampler is exact too; vLLM where it watermarks what it draws."""
+    monkeypatch.setattr(head_module, "_SCATTERING", frozenset({Eagle3.__module__}))
+    draft = Eagle3(pair()[0].lm_head)
+    stock = stock_speculator(draft_logits=torch.zeros(8, 3, VOCAB), model=draft)
+    stock.draft_watermarker = "watermarker" if watermarked else None
+    adapter = drafter_on(stock).adapter
+    adapter.take_head(DraftHead(draft))
+    monkeypatch.setattr(type(adapter), "samples_apart", True)
+    monkeypatch.setattr(adapter, "_sample_without_head", lambda *given: "vLLM's")
+    monkeypatch.setattr(adapter_module, "sample_with_logits", lambda *given, **how: "ours")
+    assert adapter.sample(states(8)) == ("vLLM's" if watermarked else "ours")
 
 
 def adapter_of_0_20(model: Any, head: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from release_under_test import release
 pytest.importorskip("triton")
 
 from vllm_eagle_mrv2.config.options import Options
-from vllm_eagle_mrv2.draft_model.sampling import sample_and_store
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_logits_reference
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
@@ -248,19 +248,27 @@ def test_the_noise_without_salt_is_that_of_the_installed_release(fp64: bool) -> 
     assert best_tokens(ours).tolist() == stock.tolist()
 
 
+class SharesNumbers(ReleaseAdapter):
+    """Of a release whose sampler does."""
+
+    samples_apart = False
+
+
 def test_drafts_share_no_random_number_with_the_target() -> None:
     """On releases below 0.29."""
     stock = stock_speculator(
         device=DEVICE,
+        model=SimpleNamespace(compute_logits=lambda hidden_states: hidden_states),
         draft_logits=torch.zeros(MAX_REQS, STEPS, 4000, device=DEVICE),
         idx_mapping=torch.tensor([1, 3, 5, 7, 1, 3, 5, 7], dtype=torch.int32, device=DEVICE),
         temperature=temperature().to(DEVICE),
         seeds=torch.arange(MAX_REQS, device=DEVICE),
     )
-    buffers = ReleaseAdapter(stock, Options(), ASKED).buffers
+    adapter = SharesNumbers(stock, Options(), ASKED)
+    buffers = adapter.buffers
     buffers.sample_positions.copy_(torch.arange(8) + 16)
     buffers.draft_step.fill_(1)
     logits = torch.zeros(8, 4000, device=DEVICE)
-    sampled = best_tokens(sample_and_store(stock, buffers, logits, None, after_temperature=True)).cpu()
+    sampled = best_tokens(adapter.sample(logits)).cpu()
     with_target = draw(logits.cpu(), buffers.idx_mapping.tolist(), salted=False)[0]  # after the last known token
     assert int((sampled == with_target).sum()) == 0

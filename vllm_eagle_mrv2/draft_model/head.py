@@ -97,7 +97,7 @@ class DraftHead:
         Raises:
             EagleMRV2Error: as for `logits_by_temperature`.
         """
-        with self._short_logits(hidden_states, few_rows.few_rows_keys):
+        with self._short_logits(hidden_states, few_rows.few_rows_keys, apart=True):
             logits: torch.Tensor = self._compute(hidden_states)
         if logits.dtype == torch.int64:
             return logits
@@ -113,11 +113,13 @@ class DraftHead:
         return gathered.view(torch.int64)
 
     @contextlib.contextmanager
-    def _short_logits(self, hidden_states: torch.Tensor, few: FewRows | None = None) -> Iterator[None]:
+    def _short_logits(
+        self, hidden_states: torch.Tensor, few: FewRows | None = None, *, apart: bool = False
+    ) -> Iterator[None]:
         """Context in which the draft computes logits [n, C], one column for each row of the head; see `offsets`.
 
-        With local argmax each rank computes its own vocabulary shard.  In a head in which each row is the token, the
-        result may instead be what ``few`` returns for at most 32 rows and the head's weights.
+        If ``apart``, with local argmax, each rank computes its own vocabulary shard.  In a head in which each row is
+        the token, the result may instead be what ``few`` returns for at most 32 rows and the head's weights.
         """
         if self._untried:
             self._look_at_draft(hidden_states)
@@ -125,11 +127,12 @@ class DraftHead:
         if logits is None:
             yield
             return
-        logits.short, logits.few, logits.sharded = True, few if self._row_is_token else None, False
+        logits.short, logits.apart, logits.sharded = True, apart, False
+        logits.few = few if self._row_is_token else None
         try:
             yield
         finally:
-            logits.short, logits.few = False, None
+            logits.short, logits.apart, logits.few = False, False, None
 
     def _look_at_draft(self, hidden_states: torch.Tensor) -> None:
         """Use whole logits if the draft model changes what its ``LogitsProcessor`` returns; in the profile run."""

@@ -32,6 +32,8 @@ class DraftLogits:
         self.processor = processor
         self.short = False
         """Whether logits are being computed for this package, which does not need whole rows."""
+        self.apart = False
+        """Whether it does not need those of the other ranks either."""
         self.few: FewRows | None = None
         """Fused head kernel for at most 32 rows in the current call; None means matmul."""
         self.sharded = False
@@ -116,7 +118,7 @@ class DraftLogits:
         return self._trimmed.tokens(self._stock_top_tokens(kept, hidden_states))
 
     def _keep_shard(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.short:
+        if self.apart:
             self.sharded = True
             return logits
         gathered: torch.Tensor = self._gather(logits)

@@ -148,8 +148,7 @@ class Drafter:
         with self.adapter.loading(target_model):
             yield
         enabled, adapter, model = self.options.enabled, self.adapter, self.stock.model
-        stores = self.stock.draft_logits is not None
-        local = adapter.greedy_is_argmax and not stores and enabled(Behaviour.LOCAL_ARGMAX)
+        local = adapter.greedy_is_argmax and enabled(Behaviour.LOCAL_ARGMAX)
         self.logits = DraftLogits.of(model, target_model, local=local)
         if enabled(Behaviour.SINGLE_TOKEN_ATTENTION):
             self._replace_attention(target_model)
@@ -161,7 +160,7 @@ class Drafter:
                 model, self.logits, self.settings.kept_tokens, self.stock.device, rounds=self._rounds
             )
         adapter.take_head(self._head())
-        if not stores:
+        if self.stock.draft_logits is None:
             head = adapter.head if adapter.greedy_is_argmax else None
             self.loop.sample = adapter.sample_unstored if head is None else head.keys
 

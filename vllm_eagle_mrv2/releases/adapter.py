@@ -31,6 +31,7 @@ from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
 from vllm_eagle_mrv2.kernels.few_rows_product import few_rows_keys
 from vllm_eagle_mrv2.kernels.filter_logits import filter_logits
+from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits
 from vllm_eagle_mrv2.releases import draft_loading, installed_version
 from vllm_eagle_mrv2.releases.schedule import lengths_by_batch_size
 from vllm_eagle_mrv2.releases.spec import Release
@@ -63,6 +64,14 @@ class ReleaseAdapter:
     managers: ClassVar[GraphManagers]
     greedy_is_argmax: ClassVar[bool] = True
     """Whether the release drafts by argmax where no logits are stored."""
+    samples_apart: ClassVar[bool] = True
+    """Whether the release's sampler draws drafts by other random numbers than the target's tokens.
+
+    Below 0.29 it does not, and draws what it drafts later for the same position by the same ones again, which biases
+    sampled output.  Below 0.25 it also writes the logits of padded rows into the rows of live requests.
+    """
+    stores_after_temperature: ClassVar[bool] = False
+    """Whether the release's rejection sampler takes logits that are divided by the temperature."""
     stores_by_dtype: ClassVar[bool] = False
     """Whether the release's sampler takes logits in the dtype of the stored logits only."""
     looks_up_length: ClassVar[bool] = False
@@ -135,25 +144,19 @@ class ReleaseAdapter:
     def take_head(self, head: DraftHead | None) -> None:
         """Draft from this head of the loaded model, and finish the logits that the release's sampler stores."""
         self.head = head
-        logits, draft = self.stock.draft_logits, self.stock.model
-        converts = self.stores_by_dtype and logits is not None
-        if not (self.filters_drafts or converts) or "compute_logits" in vars(draft):
+        draft = self.stock.model
+        if self.stock.draft_logits is None or "compute_logits" in vars(draft):
             return
         compute_logits = draft.compute_logits
+        draft.compute_logits = lambda *args, **kwargs: self._finished(compute_logits(*args, **kwargs))
 
-        def finished(*args: Any, **kwargs: Any) -> torch.Tensor:
-            found = self._filtered(compute_logits(*args, **kwargs))
-            return found.to(logits.dtype) if converts else found
-
-        draft.compute_logits = finished
-
-    def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the requests' top-k and top-p to draft logits [n, C], in place, if drafts honour these."""
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return draft logits [n, C] as they are stored: with the requests' top-k and top-p, in the stored dtype."""
         if self.filters_drafts:
             buffers = self.buffers
             rows = buffers.idx_mapping[: len(logits)]
             filter_logits(logits, rows, buffers.temperature, buffers.top_k, buffers.top_p)
-        return logits
+        return logits.to(self.stock.draft_logits.dtype) if self.stores_by_dtype else logits
 
     def take_attention(self, *, by_ours: bool) -> None:
         """Look at the draft's metadata builders, which vLLM has just made.
@@ -386,21 +389,34 @@ class ReleaseAdapter:
         return hidden
 
     def sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Draft from hidden states [n, H] for step ``draft_step``, and store the logits in the row of each request."""
-        return self._sample_without_head(hidden_states, self.stock.draft_logits)
-
-    def logits_to_store(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the logits to draft from, for hidden states [n, H], and the offsets of their columns.
+        """Draft from hidden states [n, H] for step ``draft_step``, and store the logits in the row of each request.
 
         A head with a vocabulary of its own has a fraction of the target's columns to filter and to draw from.
 
         Returns:
-            [n, C] over the head's own rows with their ``DraftHead.offsets``, or [n, V] and None.
+            drafts for n rows, in a form of `how_drafted`.
         """
+        num_reqs, buffers, stock = len(hidden_states), self.buffers, self.stock
         offsets = None if self.head is None else self.head.offsets
-        if self.head is None or offsets is None:
-            return self.stock.model.compute_logits(hidden_states), None
-        return self._filtered(self.head.logits(hidden_states)), offsets
+        if self.head is not None and offsets is not None and getattr(stock, "draft_watermarker", None) is None:
+            logits = self._finished(self.head.logits(hidden_states))
+        elif self.samples_apart:
+            return self._sample_without_head(hidden_states, stock.draft_logits)
+        else:
+            logits, offsets = stock.model.compute_logits(hidden_states), None
+        return sample_with_logits(
+            logits,
+            buffers.idx_mapping[:num_reqs],
+            buffers.temperature,
+            buffers.seeds,
+            buffers.sample_positions[:num_reqs],
+            stock.current_draft_step,
+            stock.draft_logits,
+            salted=True,
+            after_temperature=self.stores_after_temperature,
+            fp64=stock.use_fp64_gumbel,
+            offsets=offsets,
+        )
 
     def sample_unstored(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Draft from hidden states [n, H] without storing logits, greedily on every release but 0.20."""

@@ -21,7 +21,6 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm_eagle_mrv2.batch.buffers import DraftBatch
 from vllm_eagle_mrv2.classes import class_path
 from vllm_eagle_mrv2.config.behaviours import Behaviour
-from vllm_eagle_mrv2.draft_model.sampling import sample_and_store
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, CapturedAttentionState
 from vllm_eagle_mrv2.drafting.loop import ForwardInputs, GraphRun
 from vllm_eagle_mrv2.drafting.protocols import Descriptor
@@ -42,6 +41,8 @@ class PerStepAdapter(ReleaseAdapter):
     """Adapter of the releases whose own speculator builds metadata anew at each step."""
 
     sample_offset = 0
+    samples_apart = False
+    stores_after_temperature = True
     looks_up_length = True
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
     managers = graph_managers()
@@ -112,9 +113,6 @@ class PerStepAdapter(ReleaseAdapter):
         # A captured graph would keep the padded number of tokens.
         if not self.capturing:
             super().before_forward(num_tokens)
-
-    def sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return sample_and_store(self.stock, self.buffers, *self.logits_to_store(hidden_states), after_temperature=True)
 
     def prepare_fused_replay(self, batch: DraftBatch, run: GraphRun) -> None:
         if batch.dummy_run:
