@@ -400,9 +400,9 @@ PATCHES: tuple[Patch, ...] = (
         "build of FlashAttention's metadata builders",
         f"{_HERE}.attention_splits:split_decodes_alone",
         Scope.WORKER,
-        "splits the keys of batches with prefills only where vLLM's own captured sizes would",
-        "vLLM splits up to the largest captured size, with room for 32 partial results and one kernel more a layer",
-        "splits in FULL graphs alone",
+        "provides for split keys only where vLLM's own captured sizes would, and in decodes",
+        "vLLM provides for 32 partial results of each token in all batches of up to the largest captured size",
+        "split keys in FULL graphs alone",
     ),
     Patch(
         "add_request of the target's sampler",

@@ -1,9 +1,9 @@
 """Batches whose attention FlashAttention splits, of an engine that captures larger batches than vLLM's own choice.
 
-FlashAttention can divide the keys of a request among up to 32 thread blocks.  A FULL graph must provide for that, with
-room for 32 partial results of each token and head, and a kernel that adds them up.  The metadata builders of vLLM so
-provide for every batch of up to the largest captured size.  Batches with prefills need none of it: their attention runs
-outside of the graphs, and they have blocks enough.
+FlashAttention divides the keys of a request into parts, for thread blocks of their own.  A FULL graph must provide for
+up to 32, with room for as many partial results of each token and head.  vLLM's metadata builders do so for every batch
+of up to the largest captured size.  The attention of batches with prefills runs outside of the graphs, however, where
+FlashAttention itself decides how many parts it needs.
 """
 
 from __future__ import annotations
