@@ -25,10 +25,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_REQS, STEPS = 8, 3
 
 
-def draw(logits: torch.Tensor, mapping: list[int], seed: int = 0, **flags: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sampled tokens and the draft logits behind them; requests are warm at odd states and greedy at even ones."""
+def draw(
+    logits: torch.Tensor, mapping: list[int], seed: int = 0, *, targets: torch.Tensor | None = None, **flags: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampled tokens and the draft logits behind them; requests are warm at odd states and greedy at even ones.
+
+    The target has four times as many tokens as there are columns, if these have targets.
+    """
     torch.manual_seed(seed)
-    kept = torch.full((MAX_REQS, STEPS, logits.shape[1]), 55.0, device=DEVICE)
+    columns = logits.shape[1]
+    kept = torch.full((MAX_REQS, STEPS, columns if targets is None else 4 * columns), 55.0, device=DEVICE)
     arguments: dict[str, Any] = {"salted": True, "after_temperature": True, "fp64": False} | flags
     sampled = sample_with_logits(
         logits.to(DEVICE),
@@ -39,6 +45,7 @@ def draw(logits: torch.Tensor, mapping: list[int], seed: int = 0, **flags: bool)
         torch.tensor(1, device=DEVICE),
         kept,
         **arguments,
+        offsets=None if targets is None else (targets - torch.arange(columns)).to(DEVICE),
     )
     return best_tokens(sampled).cpu(), kept.cpu()
 
@@ -190,27 +197,10 @@ def test_columns_of_a_draft_vocabulary_are_stored(vocab: int, rows: int, after_t
     targets = 2 * vocab + torch.randperm(2 * vocab)[:vocab]
     logits = torch.randn(rows, vocab)
     whole = torch.full((rows, 4 * vocab), -torch.inf).index_copy_(1, targets, logits)
-    offsets = (targets - torch.arange(vocab)).to(DEVICE)
     mapping = [5] if rows == 1 else [*reversed(range(MAX_REQS)), -1]
-    found = []
-    for given, of in ((logits, offsets), (whole, None)):
-        stored = torch.full((MAX_REQS, STEPS, 4 * vocab), 7.0, device=DEVICE)
-        sampled = sample_with_logits(
-            given.to(DEVICE),
-            torch.tensor(mapping, dtype=torch.int32, device=DEVICE),
-            temperature().to(DEVICE),
-            torch.arange(MAX_REQS, device=DEVICE),
-            torch.arange(rows, device=DEVICE) + 16,
-            torch.tensor(1, device=DEVICE),
-            stored,
-            salted=True,
-            after_temperature=after_temperature,
-            fp64=True,
-            offsets=of,
-        )
-        found.append((best_tokens(sampled).tolist(), stored))
-    (drafts, stored), (expected, as_rows) = found
-    assert drafts == expected
+    drafts, stored = draw(logits, mapping, targets=targets, after_temperature=after_temperature, fp64=True)
+    expected, as_rows = draw(whole, mapping, after_temperature=after_temperature, fp64=True)
+    assert drafts.tolist() == expected.tolist()
     assert torch.equal(stored, as_rows)
     assert bool(stored.isinf().any())
 
