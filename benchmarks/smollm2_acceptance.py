@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engines, as JSON")
     options = parser.parse_args()
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | os.environ
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm
     from vllm.platforms import current_platform
 
@@ -76,7 +76,8 @@ def main() -> int:
     if sampled and on_cpu:
         from vllm.v1.sample.ops import topk_topp_sampler
 
-        topk_topp_sampler.HAS_TRITON = False  # Triton's interpreter does not run vLLM's kernel
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        topk_topp_sampler.HAS_TRITON = False  # in this process; Triton's interpreter does not run vLLM's kernel
     about = {"temperature": options.temperature, "top_p": options.top_p} if sampled else {}
     answers = []
     for setting, chosen in (SAMPLED if sampled else GREEDY).items():

@@ -418,7 +418,7 @@ def load_section() -> str:
     for release, where, one in _loads():
         if one.shape != SMOLLM2:
             row, column = rows.setdefault(f"{one.case}, {release}, {where}", {}), f"{one.concurrency} in flight"
-            row[column] = "<br>".join([row[column], str(one)] if column in row else [str(one)])
+            row[column] = f"{row[column]}<br>{one}" if column in row else str(one)
     return _crossed("tokens per second, eagle_mrv2 / stock", rows, lambda column: int(column.split()[0]))
 
 

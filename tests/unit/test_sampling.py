@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.kernels.greedy import best_tokens
 from vllm_eagle_mrv2.kernels.sample_with_logits import sample_with_logits, sample_with_logits_reference
+from vllm_eagle_mrv2.releases import v0_26
 from vllm_eagle_mrv2.releases.adapter import ReleaseAdapter
 
 from .stock import ASKED, drafter_on, stock_speculator
@@ -241,6 +242,7 @@ def test_the_noise_without_salt_is_that_of_the_installed_release(fp64: bool) -> 
 class SharesNumbers(ReleaseAdapter):
     """Of a release whose sampler does."""
 
+    release = v0_26.RELEASE
     samples_apart = False
 
 

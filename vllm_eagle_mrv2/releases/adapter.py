@@ -70,8 +70,6 @@ class ReleaseAdapter:
     Below 0.29 it does not, and draws what it drafts later for the same position by the same ones again, which biases
     sampled output.  Below 0.25 it also writes the logits of padded rows into the rows of live requests.
     """
-    stores_after_temperature: ClassVar[bool] = False
-    """Whether the release's rejection sampler takes logits that are divided by the temperature."""
     stores_by_dtype: ClassVar[bool] = False
     """Whether the release's sampler takes logits in the dtype of the stored logits only."""
     looks_up_length: ClassVar[bool] = False
@@ -413,7 +411,7 @@ class ReleaseAdapter:
             stock.current_draft_step,
             stock.draft_logits,
             salted=True,
-            after_temperature=self.stores_after_temperature,
+            after_temperature=not self.release.logits_of_any_dtype,
             fp64=stock.use_fp64_gumbel,
             offsets=offsets,
         )

@@ -42,7 +42,6 @@ class PerStepAdapter(ReleaseAdapter):
 
     sample_offset = 0
     samples_apart = False
-    stores_after_temperature = True
     looks_up_length = True
     slot_mappings_by_layer = staticmethod(build_slot_mappings_by_layer)
     managers = graph_managers()
