@@ -68,7 +68,7 @@ def _linear(
         return _product(x, weight, bias, scale)
     if len(rows) == 1 and _takes_row(x, scale):
         return row_product(x, weight, bias, rows, scale)
-    return _spread(_product(x[rows], weight, bias, scale), rows, len(x))
+    return _spread(_product(x.index_select(0, rows), weight, bias, scale), rows, len(x))
 
 
 def _gated_linear(
@@ -86,7 +86,7 @@ def _gated_linear(
         return _gated_product(x, weight, scale)
     if len(rows) == 1 and _takes_row(x, scale):
         return gated_row_product(x, weight, rows, scale)
-    return _spread(_gated_product(x[rows], weight, scale), rows, len(x))
+    return _spread(_gated_product(x.index_select(0, rows), weight, scale), rows, len(x))
 
 
 def _spread(product: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:

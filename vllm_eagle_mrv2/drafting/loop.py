@@ -205,7 +205,7 @@ class DraftLoop:
             return
         prepare_decode_inputs(
             buffers,
-            self.sample(for_head[buffers.last_token_indices[:num_reqs]]),
+            self.sample(for_head.index_select(0, buffers.last_token_indices[:num_reqs])),
             for_next_step,
             num_reqs,
             config.max_model_len,

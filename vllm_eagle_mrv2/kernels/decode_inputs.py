@@ -11,7 +11,7 @@ from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_draft
 from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_arguments, slot_of
 
-_BLOCK = 1024
+_MAX_BLOCK = 4096
 
 
 # Batch sizes vary: specialized variants (1, multiples of 16) would be compiled during serving.
@@ -51,40 +51,43 @@ def _decode_inputs_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     live = tl.minimum(tl.load(live_reqs_ptr), num_rows)
+    column = tl.arange(0, BLOCK)
     if row == num_rows:
         for start in range(0, max_num_reqs + 1, BLOCK):
-            each = start + tl.arange(0, BLOCK)
+            each = start + column
             tl.store(query_start_loc_ptr + each, tl.minimum(each, live), mask=each < max_num_reqs + 1)
             inside = each < max_num_reqs
             tl.store(seq_lens_ptr + each, 0, mask=inside & (each >= live))
             tl.store(draft_step_ptr + each, 1, mask=inside)
         return
 
-    token = drafted_token(drafted_ptr, row, KEYS, LANES, PAIRS)
-    tl.store(draft_tokens_ptr + row * draft_tokens_stride, token)
+    # All loads are issued first, as in the update after a step.
     last = tl.load(last_token_indices_ptr + row)
-    for start in range(0, hidden_size, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < hidden_size
-        values = tl.load(feedback_ptr + last * feedback_stride + column, mask=inside)
-        tl.store(hidden_states_ptr + row * hidden_states_stride + column, values, mask=inside)
-    if row >= live:
-        if SLOTS:
-            tl.store(slots_ptr + row, -1)
-        return
-
-    tl.store(input_ids_ptr + row, token.to(tl.int32))
     sample_position = tl.load(sample_positions_ptr + row)
-    tl.store(sample_positions_ptr + row, sample_position + 1)
-    # Drafts past max_model_len are never accepted; the clamp keeps their memory accesses inside the block table.
-    position = tl.minimum(sample_position - SAMPLE_OFFSET + 1, max_model_len - 1)
-    tl.store(positions_ptr + row, position)
+    seq_len = tl.load(seq_lens_ptr + row) - tl.load(num_rejected_ptr + row) + 1
     if SLOTS:
         request = tl.load(idx_mapping_ptr + row).to(tl.int64)
-        slot = slot_of(blocks_ptr, blocks_stride, request, position, block_size, request >= 0)
-        tl.store(slots_ptr + row, tl.where(request >= 0, slot, -1))
-    seq_len = tl.load(seq_lens_ptr + row) - tl.load(num_rejected_ptr + row) + 1
-    tl.store(seq_lens_ptr + row, tl.minimum(seq_len, max_model_len))
+    feedback = feedback_ptr + last * feedback_stride
+    values = tl.load(feedback + column, mask=column < hidden_size)
+    token = drafted_token(drafted_ptr, row, KEYS, LANES, PAIRS)
+
+    has_token = row < live
+    # Drafts past max_model_len are never accepted; the clamp keeps their memory accesses inside the block table.
+    position = tl.minimum(sample_position - SAMPLE_OFFSET + 1, max_model_len - 1)
+    if SLOTS:
+        known = has_token & (request >= 0)
+        slot = slot_of(blocks_ptr, blocks_stride, request, position, block_size, known)
+        tl.store(slots_ptr + row, tl.where(known, slot, -1))
+    tl.store(draft_tokens_ptr + row * draft_tokens_stride, token)
+    tl.store(input_ids_ptr + row, token.to(tl.int32), mask=has_token)
+    tl.store(sample_positions_ptr + row, sample_position + 1, mask=has_token)
+    tl.store(positions_ptr + row, position, mask=has_token)
+    tl.store(seq_lens_ptr + row, tl.minimum(seq_len, max_model_len), mask=has_token)
+    out = hidden_states_ptr + row * hidden_states_stride
+    tl.store(out + column, values, mask=column < hidden_size)
+    for start in range(BLOCK, hidden_size, BLOCK):
+        inside = start + column < hidden_size
+        tl.store(out + start + column, tl.load(feedback + start + column, mask=inside), mask=inside)
 
 
 def prepare_decode_inputs(
@@ -139,7 +142,7 @@ def prepare_decode_inputs(
         **slot_arguments(slot_table),
         **how_drafted(drafted),
         SAMPLE_OFFSET=sample_offset,
-        BLOCK=_BLOCK,
+        BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(feedback.shape[1])),
     )
 
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.kernels.launching import launch
+from vllm_eagle_mrv2.kernels.sample_with_logits import block_of
 
-_BLOCK = 4096
 BINS = 512
 """Histogram bins of 1/32 nat, down to 16 nats below the best logit; the last bin holds everything lower."""
 _BINS_PER_NAT = tl.constexpr(32.0)
@@ -94,7 +94,7 @@ def _histogram_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    temperature, _, _ = _filters(idx_mapping_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
+    temperature, k, p = _filters(idx_mapping_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
     if temperature == 0.0:
         return
     best = _best(best_ptr, row, num_blocks, BLOCKS)
@@ -103,13 +103,15 @@ def _histogram_kernel(
     mass = (tl.exp((logits - best) / temperature) * _UNIT).to(tl.int64)
     counts = histogram_ptr + row * 2 * BINS
     near = inside & (bins < BINS - 1)
-    # Relaxed: only the next kernel reads the counts, so no order is needed, and each fence would stall a warp.
-    tl.atomic_add(counts + bins, tl.full([BLOCK], 1, tl.int64), mask=near, sem="relaxed")
-    tl.atomic_add(counts + BINS + bins, mass, mask=near, sem="relaxed")
-    # Most tokens are far from the best: a single addition counts all of them in a block.
     far = inside & (bins == BINS - 1)
-    tl.atomic_add(counts + BINS - 1, tl.sum(far.to(tl.int64), axis=0), sem="relaxed")
-    tl.atomic_add(counts + 2 * BINS - 1, tl.sum(tl.where(far, mass, 0), axis=0), sem="relaxed")
+    # Most tokens are far from the best: a single addition counts all of them in a block.
+    # Relaxed: only the next kernel reads the counts, so no order is needed, and each fence would stall a warp.
+    if k < vocab_size:
+        tl.atomic_add(counts + bins, tl.full([BLOCK], 1, tl.int64), mask=near, sem="relaxed")
+        tl.atomic_add(counts + BINS - 1, tl.sum(far.to(tl.int64), axis=0), sem="relaxed")
+    if p < 1.0:
+        tl.atomic_add(counts + BINS + bins, mass, mask=near, sem="relaxed")
+        tl.atomic_add(counts + 2 * BINS - 1, tl.sum(tl.where(far, mass, 0), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -135,16 +137,19 @@ def _mask_kernel(
         return
     best = _best(best_ptr, row, num_blocks, BLOCKS)
     bins = tl.arange(0, BINS)
-    counts = tl.cumsum(tl.load(histogram_ptr + row * 2 * BINS + bins), axis=0)
-    mass = tl.cumsum(tl.load(histogram_ptr + row * 2 * BINS + BINS + bins), axis=0)
-    # Number of bins that lie entirely before the k-th token; the next bin is kept too, as a whole.
-    last = tl.minimum(tl.sum((counts < k).to(tl.int32), axis=0), BINS - 1)
+    last = BINS - 1
+    in_last = k.to(tl.int64)
+    if k < vocab_size:
+        # Number of bins that lie entirely before the k-th token; the next bin is kept too, as a whole.
+        counts = tl.cumsum(tl.load(histogram_ptr + row * 2 * BINS + bins), axis=0)
+        last = tl.minimum(tl.sum((counts < k).to(tl.int32), axis=0), BINS - 1)
+        in_last -= tl.max(tl.where(bins < last, counts, 0), axis=0)
     if p < 1.0:
         # Bound of the mass of the best k tokens: the bins before the last, and its tokens at the bin's upper edge.
-        before = bins < last
+        mass = tl.cumsum(tl.load(histogram_ptr + row * 2 * BINS + BINS + bins), axis=0)
         whole = tl.sum(tl.where(bins == last, mass, 0), axis=0).to(tl.float32)
-        most = (k - tl.max(tl.where(before, counts, 0), axis=0)).to(tl.float32) * tl.exp(-last / _BINS_PER_NAT) * _UNIT
-        kept = tl.minimum(whole, tl.max(tl.where(before, mass, 0), axis=0).to(tl.float32) + most)
+        most = in_last.to(tl.float32) * tl.exp(-last / _BINS_PER_NAT) * _UNIT
+        kept = tl.minimum(whole, tl.max(tl.where(bins < last, mass, 0), axis=0).to(tl.float32) + most)
         last = tl.minimum(last, tl.sum((mass.to(tl.float32) < p * kept).to(tl.int32), axis=0))
     logits, places, inside = _block(logits_ptr, logits_stride, row, block, vocab_size, BLOCK)
     out = inside & (_bins(logits, best, temperature, BINS) > last)
@@ -173,15 +178,16 @@ def filter_logits(
         top_p: [R] float32; 1 means no limit.
     """
     num_rows, vocab_size = logits.shape
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    block = block_of(num_rows)
+    num_blocks = triton.cdiv(vocab_size, block)
     best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     histogram = torch.empty(num_rows, 2, BINS, dtype=torch.int64, device=logits.device)
     blocks = triton.next_power_of_2(num_blocks)
     grid = (num_rows, num_blocks)
     given = (logits, logits.stride(0), idx_mapping, temperature, top_k, top_p, best, histogram, vocab_size, num_blocks)
-    launch(_block_best_kernel, grid)(*given, BINS=BINS, BLOCK=_BLOCK)
-    launch(_histogram_kernel, grid)(*given, BINS=BINS, BLOCKS=blocks, BLOCK=_BLOCK, num_warps=8)
-    launch(_mask_kernel, grid)(*given, BINS=BINS, BLOCKS=blocks, BLOCK=_BLOCK)
+    launch(_block_best_kernel, grid)(*given, BINS=BINS, BLOCK=block)
+    launch(_histogram_kernel, grid)(*given, BINS=BINS, BLOCKS=blocks, BLOCK=block, num_warps=8)
+    launch(_mask_kernel, grid)(*given, BINS=BINS, BLOCKS=blocks, BLOCK=block)
 
 
 def filter_logits_reference(

@@ -88,40 +88,49 @@ def _prefill_inputs_kernel(
         tl.store(live_reqs_ptr, num_reqs)
         return
 
+    # Of an int64 index this reads the low half.
+    state = tl.load(_address(entry_ptr, _IDX_MAPPING, tl.int32) + row * tl.load(entry_ptr + _INDEX_WIDTH)).to(tl.int64)
     start = tl.load(target_query_start_loc_ptr + row)
+    end = tl.load(target_query_start_loc_ptr + row + 1)
     num_rejected = tl.load(_address(entry_ptr, _NUM_REJECTED, tl.int32) + row)
-    tl.store(num_rejected_ptr + row, num_rejected)
-    tl.store(draft_step_ptr + row, 0)
-    length = tl.load(target_query_start_loc_ptr + row + 1) - start - num_rejected
-    tl.store(query_start_loc_ptr + row, start)
-    tl.store(seq_lens_ptr + row, tl.load(_address(entry_ptr, _SEQ_LENS, tl.int32) + row))
+    num_sampled = tl.load(_address(entry_ptr, _NUM_SAMPLED, tl.int32) + row)
+    seq_len = tl.load(_address(entry_ptr, _SEQ_LENS, tl.int32) + row)
+    # vLLM keeps some of these in host memory; nothing is stored before, so that they are fetched at the same time.
+    temperature = tl.load(_address(entry_ptr, _TEMPERATURE, tl.float32) + state)
+    seed = tl.load(_address(entry_ptr, _SEEDS, tl.int64) + state)
+    filters = tl.load(entry_ptr + _TOP_K) != 0  # drafts honour top-k and top-p
+    top_k = tl.load(_address(entry_ptr, _TOP_K, tl.int32) + state, mask=filters, other=0)
+    top_p = tl.load(_address(entry_ptr, _TOP_P, tl.float32) + state, mask=filters, other=0.0)
+    sampled = tl.load(_address(entry_ptr, _LAST_SAMPLED, tl.int64) + state, mask=num_sampled > 0, other=0)
+    # A request in the middle of its prompt sampled nothing: its next prompt token follows.
+    prompted = tl.load(_address(entry_ptr, _NEXT_PREFILL_TOKENS, tl.int32) + state, mask=num_sampled <= 0, other=0)
+    length = end - start - num_rejected
+    last = start + length - 1
+    target_positions_ptr = _address(entry_ptr, _POSITIONS, tl.int64)
+    last_position = tl.load(target_positions_ptr + last)
 
     # Tokens move one place to the left; the last place takes the token that follows.
     target_input_ids_ptr = _address(entry_ptr, _INPUT_IDS, tl.int32)
-    target_positions_ptr = _address(entry_ptr, _POSITIONS, tl.int64)
     for offset in range(0, length, BLOCK):
         token = offset + lanes
         inside = token < length
         shifted = tl.load(target_input_ids_ptr + start + token + 1, mask=token + 1 < length, other=0)
+        positions = tl.load(target_positions_ptr + start + token, mask=inside)
         tl.store(input_ids_ptr + start + token, shifted, mask=token + 1 < length)
-        tl.store(positions_ptr + start + token, tl.load(target_positions_ptr + start + token, mask=inside), mask=inside)
-    last = start + length - 1
-    # Of an int64 index this reads the low half.
-    state = tl.load(_address(entry_ptr, _IDX_MAPPING, tl.int32) + row * tl.load(entry_ptr + _INDEX_WIDTH)).to(tl.int64)
-    # A request in the middle of its prompt sampled nothing: its next prompt token follows.
-    if tl.load(_address(entry_ptr, _NUM_SAMPLED, tl.int32) + row) > 0:
-        tl.store(input_ids_ptr + last, tl.load(_address(entry_ptr, _LAST_SAMPLED, tl.int64) + state).to(tl.int32))
-    else:
-        tl.store(input_ids_ptr + last, tl.load(_address(entry_ptr, _NEXT_PREFILL_TOKENS, tl.int32) + state))
-    tl.store(last_token_indices_ptr + row, last)
-    tl.store(sample_positions_ptr + row, tl.load(target_positions_ptr + last) + SAMPLE_OFFSET)
+        tl.store(positions_ptr + start + token, positions, mask=inside)
+    tl.store(input_ids_ptr + last, tl.where(num_sampled > 0, sampled.to(tl.int32), prompted))
 
+    tl.store(query_start_loc_ptr + row, start)
+    tl.store(seq_lens_ptr + row, seq_len)
+    tl.store(num_rejected_ptr + row, num_rejected)
+    tl.store(draft_step_ptr + row, 0)
+    tl.store(last_token_indices_ptr + row, last)
+    tl.store(sample_positions_ptr + row, last_position + SAMPLE_OFFSET)
     tl.store(idx_mapping_ptr + row, state)
-    tl.store(temperature_ptr + state, tl.load(_address(entry_ptr, _TEMPERATURE, tl.float32) + state))
-    tl.store(seeds_ptr + state, tl.load(_address(entry_ptr, _SEEDS, tl.int64) + state))
-    if tl.load(entry_ptr + _TOP_K) != 0:  # drafts honour top-k and top-p
-        tl.store(top_k_ptr + state, tl.load(_address(entry_ptr, _TOP_K, tl.int32) + state))
-        tl.store(top_p_ptr + state, tl.load(_address(entry_ptr, _TOP_P, tl.float32) + state))
+    tl.store(temperature_ptr + state, temperature)
+    tl.store(seeds_ptr + state, seed)
+    tl.store(top_k_ptr + state, top_k, mask=filters)
+    tl.store(top_p_ptr + state, top_p, mask=filters)
 
 
 def prepare_prefill_inputs(buffers: DraftBuffers, queue: BatchQueue, num_rows: int, *, sample_offset: int = 0) -> None:

@@ -18,6 +18,11 @@ _SALT = tl.constexpr(1 << 30)
 _TINY = tl.constexpr(2.0**-126)
 
 
+def block_of(num_rows: int) -> int:
+    """Return how many columns of a row a program takes."""
+    return 1024 if num_rows <= FEW_ROWS else 2048
+
+
 @triton.jit
 def _noise(seed, position, keys, SALTED: tl.constexpr, FP64: tl.constexpr):
     """Return Gumbel noise for the tokens ``keys``: -log(E) with E exponential."""
@@ -115,9 +120,12 @@ def _sample_blocks_kernel(
             if KEEP:
                 kept = draft_logits_ptr + state * draft_logits_stride_req + step * draft_logits_stride_step + tokens
                 tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=held)
-            score = scaled.to(tl.float64) if FP64 else scaled
-            score = tl.where(held, score + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
-            score, first = first_of_best(tl.where(score == score, score, float("-inf")), tokens)
+            scores = scaled.to(tl.float64) if FP64 else scaled
+            score, first = tl.full((), float("-inf"), best.dtype), tl.min(tokens, axis=0)
+            # Noise takes longest, and top-k and top-p leave few tokens to draw it for.
+            if tl.max((scaled > float("-inf")).to(tl.int32), axis=0) != 0:
+                scores = tl.where(held, scores + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
+                score, first = first_of_best(tl.where(scores == scores, scores, float("-inf")), tokens)
             token = tl.where(score > best, first, tl.where(score == best, tl.minimum(token, first), token))
             best = tl.maximum(score, best)
     elif GREEDY:
@@ -190,7 +198,7 @@ def sample_with_logits(
             vocab_size,
             BLOCK=_CLEARED,
         )
-    block = 1024 if num_rows <= FEW_ROWS else 2048
+    block = block_of(num_rows)
     num_blocks = triton.cdiv(num_columns, block)
     greedy = best is None
     if best is None:
