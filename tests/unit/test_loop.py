@@ -180,6 +180,7 @@ class ToyAdapter:
 
     refreshes_in_graph: bool = False
     full_graphs: bool = False
+    piecewise_prefills: bool = False
     fused_in_graphs_only: bool = False  # decodes that run outside a graph go by steps
     one_graph: bool = False  # the graph of a draft prefill goes on with the decodes
     one_state: bool = False  # the head and the next step get the same hidden states
@@ -242,7 +243,11 @@ class ToyAdapter:
     ) -> GraphRun:
         assert uniform != bool(self.loop.phase_graphs), "a graph for uniform batches contains the whole phase"
         self.calls.append(("dispatch_prefill", num_tokens, num_tokens_padded))
-        return self._run("prefill graph", num_tokens_padded)
+        run = self._run("prefill graph", num_tokens_padded)
+        if not self.piecewise_prefills:
+            return run
+        graph: Any = run.descriptor
+        return replace(run, descriptor=graph._replace(cg_mode=Mode.PIECEWISE))
 
     def dispatch_decode(self, batch: DraftBatch) -> GraphRun:
         self.calls.append(("dispatch_decode",))
@@ -447,6 +452,30 @@ def test_when_rows_are_picked(
     with loop._reading(inputs_of(num_reqs, mode)._replace(num_tokens=num_reqs * tokens_each), drafts=True):
         assert (loop.rows_read.now() is not None) is picks
     assert loop.rows_read.now() is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "drafts", "mode", "read"),
+    [
+        (9, 3, Mode.PIECEWISE, None),
+        (10, 3, Mode.NONE, [1, 8]),
+        (7, 0, Mode.PIECEWISE, None),
+        (8, 0, Mode.NONE, []),
+    ],
+)
+def test_a_prefill_leaves_its_graph_where_that_computes_much_for_nothing(
+    weights: int, drafts: int, mode: Mode, read: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12 tokens, padding included, two are read, or none."""
+    monkeypatch.setattr(loop_module, "_WORTH_PICKING", 0)
+    monkeypatch.setattr(loop_module, "_WORTH_LAUNCHING", 95)
+    adapter = ToyAdapter(piecewise_prefills=True)
+    loop = loop_on(adapter)
+    loop.weights_after_attention = weights
+    drafted = loop.propose(batch_of(ROWS[:2], drafts))[:, :drafts]
+    assert drafted.tolist() == [row[:drafts] for row in expected_drafts(ROWS[:2], drafts, 0)]
+    prefill = adapter.inputs[0]
+    assert (prefill.num_tokens, prefill.mode, adapter.rows_read[0]) == (12, mode, read)
 
 
 @pytest.mark.parametrize(
