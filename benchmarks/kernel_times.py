@@ -53,7 +53,9 @@ PRODUCTS = {
 BATCHES = {
     f"{n} x {length}": [length] * n
     for n, length in ((1, 200), (1, 4000), (1, 32_000), (8, 200), (8, 4000), (32, 200), (32, 4000), (64, 200))
-} | {f"{n} x 200 and 1 x 32000": [200] * n + [32_000] for n in (7, 31)}
+}
+BATCHES |= {f"{n} x 200 and 1 x 32000": [200] * n + [32_000] for n in (7, 31)}
+BATCHES |= {f"{n} x 128 to 1280": [128 + 37 * i % n * 1152 // (n - 1) for i in range(n)] for n in (8, 32, 64, 128)}
 """Name of a batch -> lengths of its requests, for attention."""
 PASSED_BY = 300e6  # bytes between two calls on the same data, several times an L2 cache
 REPLAYS = 9

@@ -474,7 +474,7 @@ def test_a_prefill_leaves_its_graph_where_that_computes_much_for_nothing(
     loop.weights_after_attention = weights
     drafted = loop.propose(batch_of(ROWS[:2], drafts))[:, :drafts]
     assert drafted.tolist() == [row[:drafts] for row in expected_drafts(ROWS[:2], drafts, 0)]
-    prefill = adapter.inputs[0]
+    prefill: Any = adapter.inputs[0]
     assert (prefill.num_tokens, prefill.mode, adapter.rows_read[0]) == (12, mode, read)
 
 
