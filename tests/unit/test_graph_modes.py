@@ -14,7 +14,7 @@ import torch
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.config.options import Options
 from vllm_eagle_mrv2.draft_length.notes import GraphTime
-from vllm_eagle_mrv2.drafting import graphs
+from vllm_eagle_mrv2.drafting import graphs, loop
 from vllm_eagle_mrv2.drafting.capture import AskedGraphs, GraphManagers
 from vllm_eagle_mrv2.drafting.drafter import Drafter
 from vllm_eagle_mrv2.drafting.loop import GraphRun
@@ -55,6 +55,7 @@ class Descriptor(NamedTuple):
 
     cg_mode: Any
     uniform_token_count: int
+    num_tokens: int = 8
 
 
 def drafter_for(
@@ -327,6 +328,21 @@ def test_captures_find_no_batch_and_leave_none() -> None:
     assert not drafter.adapter.capturing
 
 
+@pytest.mark.parametrize(("weights", "largest"), [(0, 64), (1, 40)])
+def test_draft_prefills_that_leave_their_graph_are_not_captured(
+    weights: int, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave it where more than so many rows are not read, and at most eight are."""
+    monkeypatch.setattr(loop, "_WORTH_LAUNCHING", 32)
+    sizes = range(64, 0, -8)
+    descs: dict[Any, list[Any]] = {mode: [Descriptor(mode, 1, size) for size in sizes] for mode in (FULL, PIECEWISE)}
+    drafter = drafter_for(prefill_cudagraph_manager=SimpleNamespace(_capture_descs=descs), max_num_reqs=8)
+    drafter.loop.weights_after_attention = weights
+    drafter.graphs._leave_out_unused()
+    left = {mode: [each.num_tokens for each in some] for mode, some in descs.items()}
+    assert left == {FULL: list(sizes), PIECEWISE: list(range(largest, 0, -8))}
+
+
 @pytest.mark.parametrize(
     ("uniform", "warmed_up"), [([1, 2, 1], [1]), ([2], []), ([], [])], ids=["with none", "without", "no graphs"]
 )
@@ -340,7 +356,8 @@ def test_first_drafts_after_none_are_warmed_up(
         uniform_token_count: int
         num_tokens: int
 
-    drafter = drafter_for(prefill_cudagraph_manager=SimpleNamespace(use_breakable_cg=False))
+    manager = SimpleNamespace(_capture_descs={}, use_breakable_cg=False)
+    drafter = drafter_for(prefill_cudagraph_manager=manager)
     drafter.stock.prefill_cudagraph_manager.capture_fresh = lambda *given: None
     graphs, passes = drafter.graphs, []
     descriptors: Any = [Sized(FULL, tokens, 4 - place) for place, tokens in enumerate(uniform)]

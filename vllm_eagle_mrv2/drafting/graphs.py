@@ -182,6 +182,7 @@ class DraftGraphs:
             manager.init_breakable_cg_runner(stock.model)
         loop.phase_graphs = phases = PhaseGraphs(self.adapter, self.find_phase_graphs())
         loop.target_outputs = self._find_target_outputs()
+        self._leave_out_unused()
         loop.queue.clear()  # warm-up passes find no batch
         hooks.on_prefill_begin(stock.max_num_reqs)
         manager.capture_fresh(
@@ -198,6 +199,13 @@ class DraftGraphs:
         self._warm_up_first_drafts()
         loop.queue.clear()
         hooks.on_prefill_end(stock.max_num_reqs)
+
+    def _leave_out_unused(self) -> None:
+        """Have no draft prefills captured that no batch replays."""
+        stock, leaves_graph = self.stock, self.loop.leaves_graph
+        captured = stock.prefill_cudagraph_manager._capture_descs
+        for mode, graphs in captured.items():
+            captured[mode] = [each for each in graphs if not leaves_graph(mode, each.num_tokens, stock.max_num_reqs)]
 
     @torch.inference_mode()
     def times(self) -> list[GraphTime]:

@@ -171,7 +171,7 @@ class DraftLoop:
         else:
             drafts = batch.num_draft_tokens > 0
             inputs = _inputs(batch, run, attn_metadata, slot_mappings)._replace(mm_inputs=batch.mm_inputs)
-            if inputs.mode.name == "PIECEWISE" and self._unread(inputs, drafts=drafts) > _WORTH_LAUNCHING:
+            if self.leaves_graph(inputs.mode, inputs.num_tokens, batch.num_reqs if drafts else 0):
                 modes: Any = type(inputs.mode)
                 inputs = inputs._replace(mode=modes.NONE)
             self.prefill(inputs, drafts=drafts)
@@ -230,14 +230,17 @@ class DraftLoop:
             return nullcontext()
         if not drafts:
             return self.rows_read.only(0)
-        if inputs.num_reqs > 1 and self._unread(inputs, drafts=True) < _WORTH_PICKING:
+        if inputs.num_reqs > 1 and self._unread(inputs.num_tokens, inputs.num_reqs) < _WORTH_PICKING:
             return nullcontext()
         return self.rows_read.only(inputs.num_reqs)
 
-    def _unread(self, inputs: ForwardInputs, *, drafts: bool) -> int:
-        """Multiplications of a draft prefill whose results nothing reads, unless its layers leave them out."""
-        rows_read = inputs.num_reqs if drafts else 0
-        return (inputs.num_tokens - rows_read) * self.weights_after_attention
+    def leaves_graph(self, mode: GraphMode, num_tokens: int, rows_read: int) -> bool:
+        """Whether a draft prefill of which so many rows are read runs without its graph, which multiplies all rows."""
+        return mode.name == "PIECEWISE" and self._unread(num_tokens, rows_read) > _WORTH_LAUNCHING
+
+    def _unread(self, num_tokens: int, rows_read: int) -> int:
+        """Multiplications of a draft prefill after attention, with rows that are not read."""
+        return (num_tokens - rows_read) * self.weights_after_attention
 
     def phase(
         self,
