@@ -120,10 +120,10 @@ def _sample_blocks_kernel(
             if KEEP:
                 kept = draft_logits_ptr + state * draft_logits_stride_req + step * draft_logits_stride_step + tokens
                 tl.store(kept, scaled if AFTER_TEMPERATURE else raw, mask=held)
-            scores = scaled.to(tl.float64) if FP64 else scaled
             score, first = tl.full((), float("-inf"), best.dtype), tl.min(tokens, axis=0)
             # Noise takes longest, and top-k and top-p leave few tokens to draw it for.
             if tl.max((scaled > float("-inf")).to(tl.int32), axis=0) != 0:
+                scores = scaled.to(tl.float64) if FP64 else scaled
                 scores = tl.where(held, scores + _noise(seed, position, tokens, SALTED, FP64), float("-inf"))
                 score, first = first_of_best(tl.where(scores == scores, scores, float("-inf")), tokens)
             token = tl.where(score > best, first, tl.where(score == best, tl.minimum(token, first), token))
