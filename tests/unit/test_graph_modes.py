@@ -336,10 +336,15 @@ def test_draft_prefills_that_leave_their_graph_are_not_captured(
     monkeypatch.setattr(loop, "_WORTH_LAUNCHING", 32)
     sizes = range(64, 0, -8)
     descs: dict[Any, list[Any]] = {mode: [Descriptor(mode, 1, size) for size in sizes] for mode in (FULL, PIECEWISE)}
-    drafter = drafter_for(prefill_cudagraph_manager=SimpleNamespace(_capture_descs=descs), max_num_reqs=8)
+    left: dict[Any, list[int]] = {}
+
+    def capture_fresh(*given: Any) -> None:
+        left.update({mode: [each.num_tokens for each in some] for mode, some in descs.items()})
+
+    manager = SimpleNamespace(_capture_descs=descs, use_breakable_cg=False, capture_fresh=capture_fresh)
+    drafter = drafter_for(prefill_cudagraph_manager=manager, max_num_reqs=8)
     drafter.loop.weights_after_attention = weights
-    drafter.graphs._leave_out_unused()
-    left = {mode: [each.num_tokens for each in some] for mode, some in descs.items()}
+    drafter.graphs._capture_prefills()
     assert left == {FULL: list(sizes), PIECEWISE: list(range(largest, 0, -8))}
 
 

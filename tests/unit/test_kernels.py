@@ -295,21 +295,23 @@ def test_decode_inputs_look_up_the_first_slots(
 
 @pytest.mark.parametrize("sample_offset", [0, 1])
 @pytest.mark.parametrize("num_rows", [3, 4, 5])
-def test_decode_inputs_by_hand(sample_offset: int, num_rows: int) -> None:
+@pytest.mark.parametrize("hidden_size", [2, 9000])
+def test_decode_inputs_by_hand(hidden_size: int, num_rows: int, sample_offset: int) -> None:
     """Three requests of a model of 100 positions: one that lost 2 tokens, one at the very end, one just before it."""
-    buffers = poisoned(5, 8, hidden_size=2)
+    buffers = poisoned(5, 8, hidden_size=hidden_size)
     buffers.live_reqs.fill_(3)
     buffers.seq_lens[:3], buffers.num_rejected[:3] = ints([54, 100, 99]), ints([2, 0, 0])
     buffers.last_token_indices[:] = ints([1, 4, 5, 0, 0], torch.int64)
     buffers.sample_positions[:3] = ints([51, 99, 98], torch.int64) + sample_offset
     first = ints([7, 8, 9, 10, 11][:num_rows], torch.int64)
-    feedback = torch.arange(6.0, device=DEVICE)[:, None].expand(6, 2)
+    feedback = torch.arange(6.0, device=DEVICE)[:, None].repeat(1, hidden_size)
     prepare_decode_inputs(buffers, first, feedback, num_rows, 100, sample_offset=sample_offset)
 
     gone = SENTINEL
     padded = [gone] * (5 - num_rows)
     assert buffers.draft_tokens.tolist() == [[token, gone, gone] for token in [*first.tolist(), *padded]]
-    assert buffers.hidden_states[:, 0].tolist() == [1, 4, 5, 0, 0][:num_rows] + padded + [gone] * 3
+    states = ints([1, 4, 5, 0, 0][:num_rows] + padded + [gone] * 3)
+    assert (buffers.hidden_states == states[:, None]).all()
     assert buffers.input_ids.tolist() == [7, 8, 9] + [gone] * 5
     assert buffers.positions.tolist() == [52, 99, 99] + [gone] * 5
     assert buffers.seq_lens.tolist() == [53, 100, 100, 0, 0]

@@ -75,9 +75,9 @@ def _decode_inputs_kernel(
     # Drafts past max_model_len are never accepted; the clamp keeps their memory accesses inside the block table.
     position = tl.minimum(sample_position - SAMPLE_OFFSET + 1, max_model_len - 1)
     if SLOTS:
-        known = has_token & (request >= 0)
-        slot = slot_of(blocks_ptr, blocks_stride, request, position, block_size, known)
-        tl.store(slots_ptr + row, tl.where(known, slot, -1))
+        # The rows of a dummy run, and those of padding, map to no request.
+        slot = slot_of(blocks_ptr, blocks_stride, request, position, block_size, request >= 0)
+        tl.store(slots_ptr + row, tl.where(request >= 0, slot, -1))
     tl.store(draft_tokens_ptr + row * draft_tokens_stride, token)
     tl.store(input_ids_ptr + row, token.to(tl.int32), mask=has_token)
     tl.store(sample_positions_ptr + row, sample_position + 1, mask=has_token)
