@@ -14,7 +14,7 @@ from vllm_eagle_mrv2.batch.buffers import TargetStates
 from vllm_eagle_mrv2.config.behaviours import Behaviour
 from vllm_eagle_mrv2.draft_length.notes import GraphTime
 from vllm_eagle_mrv2.drafting.capture import decode_mode
-from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs
+from vllm_eagle_mrv2.drafting.loop import DraftLoop, ForwardInputs, without_graph
 from vllm_eagle_mrv2.drafting.phase_graphs import PhaseGraphs
 from vllm_eagle_mrv2.drafting.protocols import Descriptor, GraphManager, GraphMode
 
@@ -258,8 +258,7 @@ class DraftGraphs:
         single = [each for each in self.loop.phase_graphs.descriptors if each.uniform_token_count == 1]
         if single:
             inputs = self._dummy_prefill(min(single, key=lambda each: each.num_tokens))
-            modes: Any = type(inputs.mode)
-            self.loop.prefill(inputs._replace(mode=modes.NONE))
+            self.loop.prefill(without_graph(inputs))
 
     def _drafts_in_graph_of(self, descriptor: Descriptor) -> int:
         """Return the number of draft tokens for which a draft prefill graph is made."""

@@ -60,6 +60,12 @@ class ForwardInputs(NamedTuple):
     mm_inputs: Any = None
 
 
+def without_graph(inputs: ForwardInputs) -> ForwardInputs:
+    """Return the inputs of the same pass, launched kernel by kernel."""
+    modes: Any = type(inputs.mode)
+    return inputs._replace(mode=modes.NONE)
+
+
 @dataclass(frozen=True)
 class LoopConfig:
     """Values that stay the same for the life of an engine."""
@@ -172,8 +178,7 @@ class DraftLoop:
             drafts = batch.num_draft_tokens > 0
             inputs = _inputs(batch, run, attn_metadata, slot_mappings)._replace(mm_inputs=batch.mm_inputs)
             if self.leaves_graph(inputs.mode, inputs.num_tokens, batch.num_reqs if drafts else 0):
-                modes: Any = type(inputs.mode)
-                inputs = inputs._replace(mode=modes.NONE)
+                inputs = without_graph(inputs)
             self.prefill(inputs, drafts=drafts)
         adapter.hooks.on_prefill_end(batch.num_reqs)
 

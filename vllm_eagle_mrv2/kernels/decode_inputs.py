@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.batch.buffers import DraftBuffers, SlotTable
+from vllm_eagle_mrv2.kernels.feedback import feedback_block, store_feedback
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_arguments, slot_of
-
-_MAX_BLOCK = 4096
 
 
 # Batch sizes vary: specialized variants (1, multiples of 16) would be compiled during serving.
@@ -83,11 +82,7 @@ def _decode_inputs_kernel(
     tl.store(sample_positions_ptr + row, sample_position + 1, mask=has_token)
     tl.store(positions_ptr + row, position, mask=has_token)
     tl.store(seq_lens_ptr + row, tl.minimum(seq_len, max_model_len), mask=has_token)
-    out = hidden_states_ptr + row * hidden_states_stride
-    tl.store(out + column, values, mask=column < hidden_size)
-    for start in range(BLOCK, hidden_size, BLOCK):
-        inside = start + column < hidden_size
-        tl.store(out + start + column, tl.load(feedback + start + column, mask=inside), mask=inside)
+    store_feedback(hidden_states_ptr + row * hidden_states_stride, feedback, values, hidden_size, True, BLOCK)
 
 
 def prepare_decode_inputs(
@@ -142,7 +137,7 @@ def prepare_decode_inputs(
         **slot_arguments(slot_table),
         **how_drafted(drafted),
         SAMPLE_OFFSET=sample_offset,
-        BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(feedback.shape[1])),
+        BLOCK=feedback_block(feedback.shape[1]),
     )
 
 

@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 
 from vllm_eagle_mrv2.batch.buffers import DraftBuffers, Lookup, SlotTable
+from vllm_eagle_mrv2.kernels.feedback import feedback_block, store_feedback
 from vllm_eagle_mrv2.kernels.greedy import best_tokens, drafted_token, how_drafted
 from vllm_eagle_mrv2.kernels.launching import launch
 from vllm_eagle_mrv2.kernels.slots import look_up_slots_reference, slot_arguments, slot_of
-
-_MAX_BLOCK = 4096
 
 
 # K varies where it is dynamic: specialized variants would be compiled during serving.
@@ -58,7 +57,8 @@ def _step_update_kernel(
         has_token = tl.load(query_start_loc_ptr + row + 1) > tl.load(query_start_loc_ptr + row)
         request = tl.load(idx_mapping_ptr + row).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    values = tl.load(feedback_ptr + row * feedback_stride + column, mask=column < hidden_size)
+    feedback = feedback_ptr + row * feedback_stride
+    values = tl.load(feedback + column, mask=column < hidden_size)
     token = drafted_token(drafted_ptr, row, KEYS, LANES, PAIRS)
     if LOOKS_UP:
         found = tl.load(found_ptr + row * found_stride + step, mask=step < num_draft_tokens, other=-1)
@@ -80,12 +80,7 @@ def _step_update_kernel(
     # A padded row stays at length 0: attention must not read its blocks.
     longer = tl.where(seq_len == 0, 0, tl.minimum(seq_len + 1, max_model_len))
     tl.store(seq_lens_ptr + row, longer, mask=follows)
-    out = hidden_states_ptr + row * hidden_states_stride
-    tl.store(out + column, values, mask=follows & (column < hidden_size))
-    for start in range(BLOCK, hidden_size, BLOCK):
-        inside = follows & (start + column < hidden_size)
-        rest = tl.load(feedback_ptr + row * feedback_stride + start + column, mask=inside)
-        tl.store(out + start + column, rest, mask=inside)
+    store_feedback(hidden_states_ptr + row * hidden_states_stride, feedback, values, hidden_size, follows, BLOCK)
 
 
 def update_after_step(
@@ -137,7 +132,7 @@ def update_after_step(
         **slot_arguments(slot_table),
         LOOKS_UP=lookup is not None,
         **how_drafted(drafted),
-        BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(hidden_size)),
+        BLOCK=feedback_block(hidden_size),
     )
 
 
