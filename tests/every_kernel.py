@@ -68,6 +68,7 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
     pairs, compiled = set(itertools.combinations(choices, 2)), _compiled[self.fn.__name__]
     if pairs <= compiled:
         return
+    shared = set()
     for capability in (*CAPABILITIES, *(() if compiled else FURTHER)):
         if capability < _HAS_FP8 and "*fp8e4nv" in signature.values():
             continue
@@ -77,8 +78,9 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
             options={"num_warps": num_warps},
         )
         assert "cubin" in made.asm
+        shared.add(made.metadata.shared)
     compiled |= pairs
-    print(self.fn.__name__, *constants.values(), flush=True)
+    print(self.fn.__name__, f"shared={min(shared)}", *(f"{name}={of}" for name, of in constants.items()), flush=True)
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
@@ -153,9 +155,8 @@ def call_every_kernel() -> None:
                 for own, turned in itertools.product(((), (query[:, :2], query[:, :2], slots)), ({}, angles)):
                     out = torch.empty_like(query)
                     attention(query, cache[:, 0], cache[:, 1], table.view(2, 2), lengths, 0.1, out, *own, **turned)
-                attention(
-                    query, cache[:, 0], cache[:, 1], table[None], lengths, 0.1, out, **angles, index=slots[1:] + 1
-                )
+                index = torch.arange(2, device=DEVICE)
+                attention(query, cache[:, 0], cache[:, 1], table.view(2, 2), lengths, 0.1, out, **angles, index=index)
         filter_logits(logits, mapping, states, torch.full_like(states, 50).int(), states)
         kept, of_targets = (torch.zeros(8, 3, width, device=DEVICE) for width in (5000, 9999))
         for (stored, mapped), flag, times in itertools.product(

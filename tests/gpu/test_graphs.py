@@ -340,8 +340,8 @@ def test_a_prefill_computes_the_rows_that_are_read(options: dict[str, str], monk
 
     monkeypatch.setattr(linear, "_spread", spread)
     for picks in (False, True):
-        for worth in ("_WORTH_PICKING", "_WORTH_LAUNCHING"):
-            monkeypatch.setattr(loop, worth, 0 if picks else 2**62)
+        for module, worth in ((loop, "_WORTH_PICKING"), (loop, "_WORTH_LAUNCHING"), (linear, "_WORTH_PICKING")):
+            monkeypatch.setattr(module, worth, 0 if picks else 2**62)
         with engine("eagle_mrv2", options=options, compilation_config=SIZES) as llm:
             acceptance = Acceptance(llm)
             tokens.append(greedy(llm, held_out_prompts(7), TOKENS))

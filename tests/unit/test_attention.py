@@ -310,6 +310,21 @@ def test_our_kernel_turns_by_rope(of_batch: Callable[[], Any], rope_is_left: Cal
     torch.testing.assert_close(found["output"].float(), expected, rtol=0.01, atol=0.01)
 
 
+def test_one_row_of_each_request_attends(rope_is_left: Callable[..., Any]) -> None:
+    """Of three tokens at positions 40, 3 and 17 the first and the last, which are those of two requests."""
+    lengths, table = torch.tensor([43, 18], dtype=torch.int32, device=DEVICE), metadata().block_table[[2, 0]]
+    batch = metadata(max_query_len=2, num_actual_tokens=3, seq_lens=lengths, block_table=table)
+    module, positions = rope_is_left(batch)
+    module.read.index = torch.tensor([0, 2], device=DEVICE)
+    with module.read.only(2):
+        found = run(module, batch)
+    query = rotated_reference(found["query"], positions, module.rotary_emb.stock.cos_sin_cache)[[0, 2]]
+    keys, values = found["cache"]
+    expected = single_token_attention_reference(query, keys, values, table, positions[[0, 2]] + 1, 0.25)
+    torch.testing.assert_close(found["output"][[0, 2]].float(), expected, rtol=0.01, atol=0.01)
+    assert (found["output"][1] == 7).all()  # as the profile run left it
+
+
 def one_request(**changed: Any) -> Any:
     """Three tokens at positions 40, 3 and 17, of which the second is read."""
     changed = {"seq_lens": torch.tensor([43], dtype=torch.int32, device=DEVICE)} | changed

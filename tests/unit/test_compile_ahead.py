@@ -70,7 +70,7 @@ lookup = Lookup.of(torch.zeros(8, 4096, dtype=torch.int32), torch.zeros(8, dtype
 with compiles_alone():
     compile_ahead.between_passes(buffers, functools.partial(drafts, head, offsets), 4096, 1, lookup)
     for rotates in (True, False):
-        compile_ahead.attention(8, 2, 64, 16, dtype, cpu, writes=True, rotates=rotates, one_row=rotates)
+        compile_ahead.attention(8, 2, 64, 16, dtype, cpu, writes=True, rotates=rotates, read_rows=rotates)
 assert not launched, launched
 
 queue = BatchQueue(cpu, filters=False)

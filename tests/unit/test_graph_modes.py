@@ -343,7 +343,7 @@ def test_draft_prefills_that_leave_their_graph_are_not_captured(
 
     manager = SimpleNamespace(_capture_descs=descs, use_breakable_cg=False, capture_fresh=capture_fresh)
     drafter = drafter_for(prefill_cudagraph_manager=manager, max_num_reqs=8)
-    drafter.loop.weights_after_attention = weights
+    drafter.loop.weights_of_read_rows = weights
     drafter.graphs._capture_prefills()
     assert left == {FULL: list(sizes), PIECEWISE: list(range(largest, 0, -8))}
 

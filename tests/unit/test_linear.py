@@ -289,7 +289,7 @@ def test_an_activation_is_part_of_the_product_before_it(compiled: bool, monkeypa
 
 
 class DraftLayer(GatedDraft):
-    """With attention before the MLP, of which only the last product is here."""
+    """With attention before the MLP, of which only the products are here; values are weighted equally."""
 
     def __init__(self, attentions: int = 1) -> None:
         super().__init__()
@@ -297,8 +297,7 @@ class DraftLayer(GatedDraft):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         for attention in self.attentions.children():
-            o_proj: Any = attention.o_proj
-            hidden_states = o_proj(hidden_states)
+            hidden_states = attention(hidden_states)
         return super().forward(hidden_states)
 
 
@@ -311,15 +310,24 @@ class Attention(nn.Module):
         from vllm.model_executor.layers.linear import ReplicatedLinear
 
         super().__init__()
-        self.attn = Impl()
-        self.o_proj = ReplicatedLinear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.float32, return_bias=False)
+        self.attn, self.q_size = Impl(), HIDDEN
+        how: Any = {"params_dtype": torch.float32, "return_bias": False}
+        self.qkv_proj = ReplicatedLinear(HIDDEN, 3 * HIDDEN, bias=True, **how)
+        self.o_proj = ReplicatedLinear(HIDDEN, HIDDEN, bias=False, **how)
+        fill(self.qkv_proj)
         fill(self.o_proj)
 
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = self.qkv_proj(hidden_states).split(HIDDEN, dim=-1)
+        states: torch.Tensor = self.o_proj(queries + (keys + values).sum(0))
+        return states
 
-@pytest.mark.parametrize("other", [None, "all rows are read", "quantized", "two attention layers"])
-def test_layers_after_the_attention(other: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the rows that are not read, if all of them can."""
+
+@pytest.mark.parametrize("other", [None, "little to gain", "all rows are read", "quantized", "two attention layers"])
+def test_other_rows_are_but_keys_and_values(other: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and what follows attention are those of the rows that are read, if all of it can be."""
     monkeypatch.setattr(linear, "_ATTENTION", f"{Attention.__module__}.{Attention.__qualname__}")
+    monkeypatch.setattr(linear, "_WORTH_PICKING", 2 * HIDDEN * HIDDEN + (other == "little to gain"))
     draft = DraftLayer(2 if other == "two attention layers" else 1)
     states = inputs(4)[1]
     expected = draft(states)
@@ -328,15 +336,30 @@ def test_layers_after_the_attention(other: str | None, monkeypatch: pytest.Monke
         method = draft.mlp.down_proj.quant_method
         method.__class__ = type("Fp8", (type(method),), {})
     installed = linear.install(draft, DraftLayer(), read=None if other == "all rows are read" else read)
-    assert installed.after_attention == (0 if other else HIDDEN * (HIDDEN + 3 * 24))
-    states[[0, 2]] = torch.nan
+    picks = other in (None, "little to gain")
+    assert installed.of_read_rows == (HIDDEN * (2 * HIDDEN + 3 * 24) if picks else 0)
+    product, seen = linear._product, []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, *further: Any) -> torch.Tensor:
+        seen.append((len(x), len(weight)))
+        return product(x, weight, *further)
+
+    monkeypatch.setattr(linear, "_product", counted)
     with read.only(2):
         found = draft(states)
     torch.testing.assert_close(found[[1, 3]], expected[[1, 3]], rtol=1e-4, atol=1e-4)
-    assert not other or found[0].isnan().all()
-    with read.only(0), monkeypatch.context() as patch:
-        patch.setattr(linear, "_product", None if not other else linear._product)  # nothing is multiplied
+    whole, apart = [(4, 3 * HIDDEN)], [(4, 2 * HIDDEN), (2, HIDDEN)]
+    if picks:
+        assert seen == [*(whole if other else apart), (2, HIDDEN), (2, 48), (2, HIDDEN)]
+    else:
+        assert {rows for rows, _ in seen} == {4}
+    seen.clear()
+    with read.only(0):
         assert draft(states).shape == expected.shape
+    if picks:
+        assert seen == apart[:1]
+    else:
+        assert {rows for rows, _ in seen} == {4}
 
 
 @pytest.mark.parametrize("other", ["quantized", "biased", "another activation", "another module"])

@@ -422,7 +422,7 @@ def test_only_the_last_rows_of_a_prefill_are_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loop_module, "_WORTH_PICKING", 0)
     adapter = ToyAdapter()
     loop = loop_on(adapter)
-    loop.weights_after_attention = 1
+    loop.weights_of_read_rows = 1
     for rows in (ROWS[:1], ROWS[:2]):
         assert loop.propose(batch_of(rows, 3))[:, :3].tolist() == expected_drafts(rows, 3, 0)
     assert adapter.rows_read == [[1], None, None, [1, 8], None, None]  # of the tokens that were kept
@@ -448,7 +448,7 @@ def test_when_rows_are_picked(
     """Not in a PIECEWISE graph, which any number of requests may replay, and several only where it saves enough."""
     monkeypatch.setattr(loop_module, "_WORTH_PICKING", 50)
     loop = loop_on(ToyAdapter())
-    loop.weights_after_attention = weights
+    loop.weights_of_read_rows = weights
     with loop._reading(inputs_of(num_reqs, mode)._replace(num_tokens=num_reqs * tokens_each), drafts=True):
         assert (loop.rows_read.now() is not None) is picks
     assert loop.rows_read.now() is None
@@ -471,7 +471,7 @@ def test_a_prefill_leaves_its_graph_where_that_computes_much_for_nothing(
     monkeypatch.setattr(loop_module, "_WORTH_LAUNCHING", 95)
     adapter = ToyAdapter(piecewise_prefills=True)
     loop = loop_on(adapter)
-    loop.weights_after_attention = weights
+    loop.weights_of_read_rows = weights
     drafted = loop.propose(batch_of(ROWS[:2], drafts))[:, :drafts]
     assert drafted.tolist() == [row[:drafts] for row in expected_drafts(ROWS[:2], drafts, 0)]
     prefill: Any = adapter.inputs[0]
@@ -485,7 +485,7 @@ def test_a_prefill_leaves_its_graph_where_that_computes_much_for_nothing(
 def test_no_row_is_read_where_nothing_is_drafted(mode: Mode, weights: int, read: list[int] | None) -> None:
     adapter = ToyAdapter()
     loop = loop_on(adapter)
-    loop.weights_after_attention = weights
+    loop.weights_of_read_rows = weights
     loop.prefill(inputs_of(2, mode), drafts=False)
     assert adapter.rows_read == [read]
 

@@ -31,6 +31,19 @@ def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(single_token_attention, "multiprocessors", lambda device: 8)
 
 
+def paged(
+    lengths: list[int], kv_heads: int, width: int, block_size: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A cache [blocks, 2, block size, kv_heads, width], its block table and the lengths."""
+    pages = [-(-length // block_size) for length in lengths]
+    blocks = sum(pages) + 3
+    # Keys and values of a layer lie in one tensor.
+    cache = torch.randn(blocks, 2, block_size, kv_heads, width, generator=generator).to(DEVICE, DTYPE)
+    used = torch.randperm(blocks, generator=generator)[: sum(pages)].to(DEVICE, torch.int32)
+    table = torch.nn.utils.rnn.pad_sequence(used.split(pages), batch_first=True)
+    return cache, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
 def attend(
     lengths: list[int],
     heads: int,
@@ -41,19 +54,15 @@ def attend(
     writes: bool = False,
     rotates: bool = False,
 ) -> SingleTokenAttention:
-    n, pages = len(lengths), [-(-length // block_size) for length in lengths]
+    n = len(lengths)
     generator = torch.Generator().manual_seed(sum(lengths) + heads)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(DEVICE, DTYPE)
 
-    blocks = sum(pages) + 3
-    # Keys and values of a layer lie in one tensor, and heads behind each other in a projection's row.
-    cache = random(blocks, 2, block_size, kv_heads, width)
-    used = torch.randperm(blocks, generator=generator)[: sum(pages)].to(DEVICE, torch.int32)
-    table = torch.nn.utils.rnn.pad_sequence(used.split(pages), batch_first=True)
+    cache, table, seq_lens = paged(lengths, kv_heads, width, block_size, generator)
+    # Heads lie behind each other in a projection's row.
     query = random(n, (heads + 2 * kv_heads) * width)[:, : heads * width].unflatten(-1, (-1, width))
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     # Behind the last token lies what nobody may read.
     for request, length in enumerate(lengths):
         if length % block_size:
@@ -147,6 +156,45 @@ def test_one_of_a_requests_tokens(position: int, length: int, width: int) -> Non
     assert not attention._arrived.any()
 
 
+@pytest.mark.parametrize("width", [16, 64, 256])
+def test_one_token_of_each_request(width: int) -> None:
+    """Among other tokens; up to a whole split behind it is not attended to, and padding writes nothing."""
+    lengths, rejected = [5, 1, 700, 300, 0], [2, 0, 500, 3, 0]
+    generator = torch.Generator().manual_seed(width)
+    cache, table, seq_lens = paged(lengths, 2, width, 16, generator)
+    cut = torch.tensor(lengths) - torch.tensor(rejected)
+    for request, length in enumerate(cut.tolist()):
+        for token in range(length, lengths[request]):
+            cache[table[request, token // 16].long(), :, token % 16] = torch.nan
+    query = torch.randn(9, 6, width, generator=generator).to(DEVICE, DTYPE)
+    index = torch.tensor([2, 3, 6, 7, 0], device=DEVICE)
+    positions = torch.zeros(9, dtype=torch.int64, device=DEVICE)
+    positions[index[:4]] = cut[:4].to(DEVICE) - 1
+    cos_sin = torch.randn(700, width, generator=generator).to(DEVICE, DTYPE)
+    turned = rotated_reference(query, positions, cos_sin)[index[:4]]
+    expected = single_token_attention_reference(
+        turned, cache[:, 0], cache[:, 1], table[:4], cut[:4].to(DEVICE, torch.int32), 0.25
+    )
+    out = torch.full_like(query, 7)
+    attention = SingleTokenAttention(6, 2, width, DEVICE)
+    for _ in range(2):
+        attention(
+            query,
+            cache[:, 0],
+            cache[:, 1],
+            table,
+            seq_lens,
+            0.25,
+            out,
+            positions=positions,
+            cos_sin=cos_sin,
+            index=index,
+        )
+        torch.testing.assert_close(out[index[:4]].float(), expected, rtol=0.01, atol=0.01)
+    assert (out[[0, 1, 4, 5, 8]] == 7).all()
+    assert not attention._arrived.any()
+
+
 def test_a_row_without_a_slot_writes_nothing() -> None:
     """As one of a dummy run, whose blocks may be anybody's."""
     attention = SingleTokenAttention(4, 2, 16, DEVICE)
@@ -166,7 +214,7 @@ def test_again_with_the_same_scratch_memory() -> None:
     attend([600, 257], 4, 1, 64, 16, times=3)
 
 
-def _splits(length: int, limit: int, tile: int = 256) -> int:
+def _splits(length: int, limit: int, tile: int = 64) -> int:
     tokens = -(-length // max(1, round(length / limit)))
     return max(1, -(-length // max(tile, -(-tokens // tile) * tile)))
 
@@ -197,7 +245,7 @@ def test_programs_go_where_the_tokens_are(lengths: list[int], lanes: int, monkey
     attention = attend(lengths, 4, 2, 64, 16, times=2)
     parts = attention._partial.view(2, 8, 2, -1)  # further ones and first ones, of two heads
     further, first = (parts.isfinite().any(-1).sum(1)).tolist()
-    limit = -(-max(256, -(-sum(lengths) // 8)) // 256) * 256
+    limit = -(-max(256, -(-sum(lengths) // 8)) // 64) * 64
     expected = [_splits(length, limit) for length in lengths]
     assert further == [sum(splits - 1 for splits in expected)] * 2
     assert first == [sum(splits > 1 for splits in expected)] * 2

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from typing import Any
 
-_MOST, _APART = 2048, 16  # a batch of more tokens keeps the GPU busy by itself
+_MOST = 2048  # a batch of more tokens keeps the GPU busy by itself
+_APART, _REMAINDER = 16, 8  # for multiples of 16 rows, cuBLAS chooses slower products
 
 
 def largest(vllm_config: Any) -> int:
     """Tokens of the largest batch to capture beyond vLLM's own choice; 0 if vLLM's choice stays."""
     if vllm_config.model_config.use_mla:
         return 0
-    return int(min(_MOST, vllm_config.scheduler_config.max_num_batched_tokens)) // _APART * _APART
+    return int(min(_MOST, vllm_config.scheduler_config.max_num_batched_tokens))
 
 
-def beyond(captured: int, vllm_config: Any) -> range:
+def beyond(captured: int, vllm_config: Any) -> list[int]:
     """Sizes to capture beyond the largest of vLLM's own choice; all in tokens."""
-    return range(captured // _APART * _APART + _APART, largest(vllm_config) + 1, _APART)
+    most = largest(vllm_config)
+    sizes = range(captured // _APART * _APART + _REMAINDER, most, _APART)
+    return [size for size in (*sizes, most) if size > captured]

@@ -5,7 +5,7 @@ combines the splits.  FlashInfer's own kernels follow a plan made by the CPU, wh
 `SingleTokenAttention` reads each request's length on the device, applies RoPE to the query and the key, and writes the
 token's key and value to the cache; vLLM launches separate kernels for RoPE and the cache.
 
-The kernel also serves draft prefills of one request, for the query of the only row that is read (see `rows_read`).
+The kernel also serves draft prefills of which one row a request is read (see `rows_read`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def install(
                 weight.device,
                 writes=all_are,
                 rotates=rotates,
-                one_row=rotates and len(layers) == 1,
+                read_rows=rotates and len(layers) == 1,
             )
             compile_ahead.submit(weight.device, launches)
     return all_are
@@ -241,7 +241,7 @@ def _attend_by_ours(
             return output
         elif rope is not None:
             _, keys_are_turned = update.taken()
-            if plain and rows is not None and keys_are_turned and _is_one_request(attn_metadata, query):
+            if plain and rows is not None and keys_are_turned and _has_requests(attn_metadata, len(rows), query):
                 return attend(query, kv_cache, attn_metadata, output, index=rows)
             rope.turn(query, *([] if keys_are_turned else [key]))
         return stock_forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
@@ -301,11 +301,11 @@ def _is_for_us(attn_metadata: Any, query: torch.Tensor) -> bool:
     )
 
 
-def _is_one_request(attn_metadata: Any, query: torch.Tensor) -> bool:
-    """Whether all tokens belong to one request; False with FlashInfer's metadata, which lacks the fields."""
+def _has_requests(attn_metadata: Any, number: int, query: torch.Tensor) -> bool:
+    """Whether a batch has so many requests; False with FlashInfer's metadata, which lacks the fields."""
     return len(getattr(attn_metadata, "seq_lens", ())) == len(
         getattr(attn_metadata, "block_table", ())
-    ) == 1 and _is_plain_batch(attn_metadata, query)
+    ) == number and _is_plain_batch(attn_metadata, query)
 
 
 def _is_plain_batch(attn_metadata: Any, query: torch.Tensor) -> bool:

@@ -83,7 +83,7 @@ def attention(
     *,
     writes: bool,
     rotates: bool,
-    one_row: bool,
+    read_rows: bool,
 ) -> None:
     """Launch the attention kernels of draft decodes and of draft prefills with one token per request.
 
@@ -96,7 +96,7 @@ def attention(
         device: the draft's device.
         writes: whether draft decodes write the cache; draft prefills never do.
         rotates: whether the kernels apply RoPE.
-        one_row: also launch the variant for one row of a draft prefill of one request.
+        read_rows: also launch the variant for the rows that are read of a draft prefill.
     """
     kernel = SingleTokenAttention(num_heads, num_kv_heads, width, device, scratch=_META)
     query = torch.empty(1, num_heads, width, dtype=dtype, device=_META)
@@ -108,7 +108,7 @@ def attention(
     turned = angles if rotates else {}
     if writes:
         kernel(*given, *own, **turned)
-    if one_row:
+    if read_rows:
         kernel(*given, **angles, index=own[2])
     kernel(*given, **turned)
 

@@ -180,7 +180,7 @@ class Drafter:
         self.products = linear.install(
             self.stock.model, target_model, self.logits, few, read, rounds=self._rounds, trims=trims
         )
-        self.loop.weights_after_attention = self.products.after_attention
+        self.loop.weights_of_read_rows = self.products.of_read_rows
 
     @property
     def _rounds(self) -> bool:

@@ -111,7 +111,7 @@ class DraftLoop:
         """Builds attention metadata and slot mappings of a draft decode."""
         self.rows_read = RowsRead(buffers.last_token_indices)
         """Tells the draft's layers which rows of a draft prefill are read."""
-        self.weights_after_attention = 0
+        self.weights_of_read_rows = 0
         """Number of the draft's weights that need to multiply only these rows."""
         self.lookup: Lookup | None = None
         """The requests' texts, if drafts are looked up in them."""
@@ -231,7 +231,7 @@ class DraftLoop:
     def _reading(self, inputs: ForwardInputs, *, drafts: bool) -> AbstractContextManager[None]:
         """Context of a draft prefill, after which at most the hidden state of each request's last token is read."""
         # A PIECEWISE graph serves a number of tokens, of however many requests.
-        if not self.weights_after_attention or inputs.mode.name == "PIECEWISE":
+        if not self.weights_of_read_rows or inputs.mode.name == "PIECEWISE":
             return nullcontext()
         if not drafts:
             return self.rows_read.only(0)
@@ -244,8 +244,8 @@ class DraftLoop:
         return mode.name == "PIECEWISE" and self._unread(num_tokens, rows_read) > _WORTH_LAUNCHING
 
     def _unread(self, num_tokens: int, rows_read: int) -> int:
-        """Multiplications of a draft prefill after attention, with rows that are not read."""
-        return (num_tokens - rows_read) * self.weights_after_attention
+        """Multiplications of a draft prefill with rows that are not read, apart from those for keys and values."""
+        return (num_tokens - rows_read) * self.weights_of_read_rows
 
     def phase(
         self,

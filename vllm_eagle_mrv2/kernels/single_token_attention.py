@@ -13,20 +13,20 @@ _LEAST_SPLIT = 256  # tokens, a multiple of every tile; a second program for les
 _PROGRAMS = 2  # per multiprocessor
 _LEAST_ROWS = 16  # minimum of a matrix instruction
 _LANES = 32  # number of request lengths read at a time
+_IN_FLIGHT = 2  # tiles of keys and values in shared memory: one is read while the other is multiplied
+_WARPS = 4
 
 
-def _tile(width: int) -> tuple[int, int, int]:
-    """Return tokens read at a time, stages and warps; measured on an H200 for heads of 64 and 128."""
-    if width <= 64:
-        return 256, 2, 8
-    return (128, 3, 4) if width <= 128 else (64, 2, 4)
+def _tile(width: int) -> int:
+    """Return how many tokens are read at a time; measured on an H200 for heads of 64 and 128."""
+    return 64 if width <= 128 else 32
 
 
 @triton.jit
 def _lengths(seq_lens_ptr, first, num_reqs, LANES: tl.constexpr):
-    """Load the lengths of the next requests; lanes after the last request get length 1."""
+    """Load the lengths of the next requests; lanes after the last request get length 0."""
     request = first + tl.arange(0, LANES)
-    return tl.load(seq_lens_ptr + request, mask=request < num_reqs, other=1)
+    return tl.load(seq_lens_ptr + request, mask=request < num_reqs, other=0)
 
 
 @triton.jit
@@ -137,19 +137,16 @@ def _single_token_attention_kernel(
         request = _request_of(further, seq_lens_ptr, num_reqs, limit, TILE, LANES)
     if request == num_reqs:
         return
-    token = request.to(tl.int64)
     length = tl.load(seq_lens_ptr + request)
-    if INDEXED:
-        # One token of the only request, not necessarily the last.
-        token = tl.load(index_ptr)
-        length = tl.load(positions_ptr + token).to(tl.int32) + 1
+    token = tl.load(index_ptr + request) if INDEXED else request.to(tl.int64)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     mine = row < GROUP
     out = out_ptr + token * out_stride + (head * GROUP + row[:, None]) * WIDTH + column[None, :]
     if length == 0:
-        # Padding is not read, but a layer that mixes rows must not see stale values.
-        tl.store(out, tl.zeros([ROWS, WIDTH], out_ptr.dtype.element_ty), mask=mine[:, None])
+        if not INDEXED:
+            # Padding is not read, but a layer that mixes rows must not see stale values.
+            tl.store(out, tl.zeros([ROWS, WIDTH], out_ptr.dtype.element_ty), mask=mine[:, None])
         return
     before = 0
     if 2 * length >= 3 * LEAST_SPLIT:
@@ -173,6 +170,8 @@ def _single_token_attention_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
+    if INDEXED:
+        length = tl.load(positions_ptr + token).to(tl.int32) + 1  # a later split may be left without tokens
     end = tl.minimum((split + 1) * share, length)
     if WRITES:
         # The token's own key and value are added after the loop: cache reads are not ordered after their write, and
@@ -185,11 +184,17 @@ def _single_token_attention_kernel(
         if ROTATES:
             key = _rotated(key, tl.load(keys_own + partner), cos, sin, column, WIDTH)
         value = tl.load(value_ptr + token * value_stride + head * WIDTH + column)
+    # A tile's blocks are looked up while the tile before it is multiplied.  If keys and values waited for a load of the
+    # same iteration, Triton would hold half as many of their tiles.
+    earlier = split * share + tl.arange(0, TILE)
+    block = tl.load(table + earlier // BLOCK_SIZE, mask=earlier < end, other=0)
     for start in tl.range(split * share, end, TILE, num_stages=STAGES):
         earlier = start + tl.arange(0, TILE)
         live = earlier < end
-        block = tl.load(table + earlier // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        place = block * cache_stride_block + (earlier % BLOCK_SIZE) * cache_stride_slot + head * cache_stride_head
+        place = block.to(tl.int64) * cache_stride_block
+        place += (earlier % BLOCK_SIZE) * cache_stride_slot + head * cache_stride_head
+        later = earlier + TILE
+        block = tl.load(table + later // BLOCK_SIZE, mask=later < end, other=0)
         keys = tl.load(key_cache_ptr + place[:, None] + column[None, :], mask=live[:, None], other=0.0)
         values = tl.load(value_cache_ptr + place[:, None] + column[None, :], mask=live[:, None], other=0.0)
         scores = tl.where(live[None, :], tl.dot(query, keys.trans()) * scale, float("-inf"))
@@ -263,8 +268,9 @@ class SingleTokenAttention:
         self.num_kv_heads, self.width = num_kv_heads, width
         self.group = num_heads // num_kv_heads
         self.rows = max(_LEAST_ROWS, triton.next_power_of_2(self.group))
-        self._tile, wanted, self._warps = _tile(width)
-        self._stages = stages(wanted, 2 * self._tile * width * 2, device)  # keys and values in 16 bit
+        self._tile = _tile(width)
+        # Of n stages Triton holds n - 1 in shared memory.  Keys and values have 16 bit.
+        self._stages = 1 + stages(_IN_FLIGHT, 2 * self._tile * width * 2, device)
         # The number of further splits, and of requests that have any, is below this.
         self._spread = max(1, _PROGRAMS * multiprocessors(device) // num_kv_heads)
         scratch = scratch or device
@@ -294,19 +300,20 @@ class SingleTokenAttention:
             key_cache: [blocks, block size, kv_heads, D] of the same dtype, D contiguous.
             value_cache: as ``key_cache``, with the same strides.
             block_table: [n, m] int32.
-            seq_lens: [n] int32, the token included; 0 is padding, which gets zeros.
+            seq_lens: [n] int32, the token included; 0 is padding, which gets zeros (with ``index`` nothing).
             scale: factor of the products of queries and keys.
             out: [n, heads, D], written.
             key: [n, kv_heads, D] of the cache's dtype, the tokens' own, each contiguous; None if the cache has them.
             value: as ``key``.
             slots: [n] int64, the cache slots to write; -1 is not written.
-            positions: [n] int64, given if RoPE must still be applied to the queries and to ``key``.
+            positions: as many int64 as queries, given if RoPE must still be applied to these and to ``key``.
             cos_sin: [max_model_len, D] contiguous, for each position D/2 cosines and then D/2 sines, as in vLLM's
                 ``RotaryEmbedding`` in NeoX order; given with positions.
-            index: [1] int64, given with positions and without a key: all n tokens belong to one request, and only this
-                one attends, to the tokens up to its position.  Only its output is written.
+            index: [n] int64, given with positions and without a key: the requests have other tokens in ``query``, and
+                only these attend, one of each request, to the tokens up to their positions, of which there are at most
+                ``seq_lens``.  Only their outputs are written.
         """
-        num_reqs = query.shape[0] if index is None else 1
+        num_reqs = len(query if index is None else index)
         launch(_single_token_attention_kernel, (self.num_kv_heads, num_reqs + self._spread - 1))(
             query,
             query.stride(0),
@@ -342,7 +349,7 @@ class SingleTokenAttention:
             WRITES=key is not None,
             ROTATES=positions is not None,
             INDEXED=index is not None,
-            num_warps=self._warps,
+            num_warps=_WARPS,
         )
         return out
 
