@@ -55,15 +55,18 @@ _HAS_FP8 = 89
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int = 4, **kwargs: Any) -> None:
     """In the place of ``JITFunction.run``."""
     given = inspect.signature(self.fn).bind(*args, **kwargs).arguments
-    signature, constants = {}, {}
-    for parameter in self.params:
+    signature, constants, attributes = {}, {}, {}
+    for number, parameter in enumerate(self.params):
         value = given[parameter.name]
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = _POINTERS[value.dtype]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            continue
+        of = (
+            _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
+        )
+        signature[parameter.name] = of
+        if of[0] == "*" or (of == "i32" and value % 16 == 0 and not parameter.do_not_specialize):
+            attributes[number,] = [["tt.divisibility", 16]]  # as at run time: what is aligned can be copied ahead
     choices = [*enumerate(signature.values()), *constants.items(), ("num_warps", num_warps)]
     pairs, compiled = set(itertools.combinations(choices, 2)), _compiled[self.fn.__name__]
     if pairs <= compiled:
@@ -73,7 +76,7 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, num_warps: i
         if capability < _HAS_FP8 and "*fp8e4nv" in signature.values():
             continue
         made = triton.compile(
-            ASTSource(fn=self, signature=signature, constexprs=constants),
+            ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes),
             target=GPUTarget("cuda", capability, 32),
             options={"num_warps": num_warps},
         )
