@@ -208,6 +208,16 @@ def test_latent_attention_keeps_vllms_sizes(models: dict[str, str], monkeypatch:
     assert captured_with(config) == captured(models, "eagle", **given)
 
 
+def test_ranks_that_share_out_tokens_can_share_those_of_every_size(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ask(models, max_num_seqs=256, max_num_batched_tokens=1000).create_engine_config()
+    monkeypatch.setattr(config.compilation_config.pass_config, "enable_sp", True, raising=False)  # gone from 0.32 on
+    sizes = captured_with(config)
+    assert sizes[-1] == 992
+    assert not [size for size in sizes if size > 16 and size % 8]
+
+
 def test_of_a_small_budget_of_tokens_the_whole_is_captured(models: dict[str, str]) -> None:
     given: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 500}
     assert captured(models, **given) == sorted({*captured(models, "eagle", **given), 500})
