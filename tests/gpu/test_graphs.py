@@ -340,7 +340,7 @@ def test_a_prefill_computes_the_rows_that_are_read(options: dict[str, str], monk
 
     monkeypatch.setattr(linear, "_spread", spread)
     for picks in (False, True):
-        for module, worth in ((loop, "_WORTH_PICKING"), (loop, "_WORTH_LAUNCHING"), (linear, "_WORTH_PICKING")):
+        for module, worth in ((loop, "_WORTH_PICKING"), (loop, "_WORTH_LAUNCHING"), (linear, "_WORTH_SPLITTING")):
             monkeypatch.setattr(module, worth, 0 if picks else 2**62)
         with engine("eagle_mrv2", options=options, compilation_config=SIZES) as llm:
             acceptance = Acceptance(llm)

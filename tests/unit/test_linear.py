@@ -327,7 +327,7 @@ class Attention(nn.Module):
 def test_other_rows_are_but_keys_and_values(other: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries and what follows attention are those of the rows that are read, if all of it can be."""
     monkeypatch.setattr(linear, "_ATTENTION", f"{Attention.__module__}.{Attention.__qualname__}")
-    monkeypatch.setattr(linear, "_WORTH_PICKING", 2 * HIDDEN * HIDDEN + (other == "little to gain"))
+    monkeypatch.setattr(linear, "_WORTH_SPLITTING", 2 * HIDDEN * HIDDEN + (other == "little to gain"))
     draft = DraftLayer(2 if other == "two attention layers" else 1)
     states = inputs(4)[1]
     expected = draft(states)

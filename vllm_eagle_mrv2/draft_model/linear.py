@@ -37,7 +37,7 @@ _library.define(f"gated_linear(Tensor x, Tensor weight, {_FURTHER}) -> Tensor")
 _library.define(f"qkv_linear(Tensor x, Tensor weight, Tensor? bias, SymInt queries, {_FURTHER}) -> Tensor")
 
 _ROWS_READ = "rows_read"  # attribute of the layers that multiply only these for all or some of their outputs
-_WORTH_PICKING = 15_000_000_000
+_WORTH_SPLITTING = 15_000_000_000
 """Multiplications that cost more than a second product for picked rows: about 45 us on an H100."""
 _HALF = (torch.bfloat16, torch.float16)
 _MODELS = "vllm.model_executor.models"
@@ -115,7 +115,7 @@ def _qkv_linear(
         count: likewise.
     """
     rows = rows_read(index, count)
-    if rows is None or (len(x) - len(rows)) * queries * x.shape[1] < _WORTH_PICKING:
+    if rows is None or (len(x) - len(rows)) * queries * x.shape[1] < _WORTH_SPLITTING:
         return _product(x, weight, bias, scale)
 
     def multiply(x: torch.Tensor, outputs: slice) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The rows of a draft prefill that are read afterwards: the last token of each request.
 
-In the only attention layer of a draft, other tokens are but keys and values: queries, attention and the layers that
-follow are computed for these rows, and the other rows of their output are undefined.  Where nothing is drafted no row
-is read: the pass only writes keys and values.
+In the only attention layer of a draft, the other rows serve only as keys and values: queries, attention and the layers
+that follow are computed for the rows that are read, and the other rows of their output are undefined.  Where nothing is
+drafted no row is read: the pass only writes keys and values.
 """
 
 from __future__ import annotations
