@@ -12,7 +12,7 @@ loads by benchmarks/load_times.py, and the lengths by benchmarks/draft_lengths.p
 
 Existing contents of the file are kept: replaced measurements move to ``earlier``, and the remaining ones are marked
 with the file's previous commit.  If the commit is the same, new pairs of engines are added to the existing ones.
-Loads take the place of earlier ones of the same case; ``--further-pair`` keeps these, as they are of another pair.
+With ``--further-pair`` loads stand beside those of the same case, as they are of another pair.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def read_times(files: list[Path], release: str) -> list[dict[str, Any]]:
 def put_lines(
     result: dict[str, Any], field: str, files: list[Path], commit: str, *, further_pair: bool = False
 ) -> None:
-    """Put the lines of a script into a field of a result, in place of earlier ones of the same case, or beside them."""
+    """Put the lines of a script into a field of a result; those of the same case move to ``earlier``, or stay."""
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.startswith("{")]
     new = [line | {"commit": commit} for line in lines if line.pop("vllm") == result["vllm"]]
 
@@ -89,9 +89,19 @@ def put_lines(
         fields = ("shape", "method", "k", "setting", "accepted", "change", "concurrency")
         return tuple(line.get(field, "") for field in fields)
 
-    replaced = set() if further_pair else {case(line) for line in new}
-    kept = [line for line in result.get(field, []) if case(line) not in replaced]
-    result[field] = sorted([*kept, *new], key=case)
+    again = set() if further_pair else {case(line) for line in new}
+    known = result.get(field, [])
+    put_aside(result, field, [line for line in known if case(line) in again])
+    result[field] = sorted([*(line for line in known if case(line) not in again), *new], key=case)
+
+
+def put_aside(result: dict[str, Any], field: str, replaced: list[dict[str, Any]]) -> None:
+    """Put lines of a field that were measured again under ``earlier``, by their commits."""
+    of: dict[str, list[dict[str, Any]]] = {}
+    for line in replaced:
+        of.setdefault(line["commit"], []).append({key: value for key, value in line.items() if key != "commit"})
+    again = [{"commit": commit, "note": "measured again since", field: lines} for commit, lines in of.items()]
+    result["earlier"] = again + result.get("earlier", [])
 
 
 def case_of(line: dict[str, Any]) -> str:
@@ -128,18 +138,17 @@ def put_times(result: dict[str, Any], times: list[dict[str, Any]], commit: str) 
         line.setdefault("commit", result["commit"])
     lines = joined([*result["iteration_ms"], *(line | {"commit": commit} for line in times)])
     new = {case_of(line) for line in times}
-    replaced: dict[str, list[dict[str, Any]]] = {}
+    replaced = []
     result["iteration_ms"] = []
     for line in sorted(lines, key=_place):
         of = line.pop("commit")
         if of == commit:
             result["iteration_ms"].append(line)
         elif case_of(line) in new:
-            replaced.setdefault(of, []).append(line)
+            replaced.append(line | {"commit": of})
         else:
             result["iteration_ms"].append(line | {"commit": of})
-    again = [{"commit": of, "note": "measured again since", "iteration_ms": old} for of, old in replaced.items()]
-    result["earlier"] = again + result.get("earlier", [])
+    put_aside(result, "iteration_ms", replaced)
     result["commit"] = commit
 
 

@@ -420,6 +420,8 @@ def test_a_load_that_was_measured_again_is_replaced_or_joined(tmp_path: Path) ->
     assert measured("b", ("0.26.0", 8, 1.3)) == [(1, 1.2, "a"), (8, 1.3, "b")]
     assert measured("c", ("0.26.0", 8, 1.4), further_pair=True) == [(1, 1.2, "a"), (8, 1.3, "b"), (8, 1.4, "c")]
     assert measured("d", ("0.26.0", 8, 1.5)) == [(1, 1.2, "a"), (8, 1.5, "d")]
+    aside = [(old["commit"], line["gain"]) for old in result["earlier"] for line in old["under_load"]]
+    assert aside == [("b", 1.3), ("c", 1.4), ("a", 1.1)]
 
 
 def test_draft_lengths_of_nothing_starts_no_engine(
